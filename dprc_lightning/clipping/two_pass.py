@@ -1,0 +1,163 @@
+"""The paper's way to clip: one backward for the norms, a second one of the rescaled losses.
+
+Cost beside a non-private step, in matrix products: 1 forward + 1 dX + (1 dX + 1 dW) = 4/3, and the sketch; the norm pass
+computes no weight gradient. Source: arXiv 2605.24879, algorithm 1; the two passes go back to Lee & Kifer (arXiv
+2009.03106) and Li et al. (arXiv 2110.05679).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dprc_lightning.errors import (
+    InvalidArgumentError,
+    LossShapeError,
+    NonFiniteRecordError,
+    StepOrderError,
+    UnsupportedModuleError,
+)
+from dprc_lightning.layers import Mode, PassState
+
+
+_REENTRANT = (
+    "no trainable layer of the attached model ran with gradients enabled: reentrant activation checkpointing "
+    "(use_reentrant=True) cannot run the norm pass; set use_reentrant=False"
+)
+
+
+def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
+    """``min(C / n_i, 1)``.
+
+    Guarantee: given P, record i contributes a vector of norm at most ``C * ||g_i|| / n_i``, or ``||g_i|| <= C *
+    ||g_i|| / n_i`` where n_i <= C: the sensitivity ``C * Z`` with ``Z = ||g_i|| / n_i`` that the accountant integrates
+    over (arXiv 2605.24879). A record of norm 0 has factor 1 and gradient 0, never NaN.
+
+    Args:
+        norms: n_i, [B], float32, finite.
+        max_grad_norm: C > 0.
+
+    Returns:
+        [B], float32, in (0, 1].
+    """
+    return (max_grad_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+def check_losses(losses: Tensor) -> None:
+    """Refuse anything but one connected loss per record.
+
+    Args:
+        losses: What the caller passed.
+
+    Raises:
+        LossShapeError: Not of shape [B], or without a graph.
+    """
+    if losses.ndim != 1:
+        raise LossShapeError(
+            f"losses of shape {tuple(losses.shape)}: one loss per record, shape [B], is needed; "
+            'use reduction="none" and sum over a record\'s own positions only'
+        )
+    if not losses.requires_grad:
+        raise LossShapeError(
+            "losses do not require grad: no trainable layer of the attached model took part in making them; "
+            "run the forward with gradients enabled and after attach()"
+        )
+
+
+def norm_pass(state: PassState, losses: Tensor) -> Tensor:
+    """First backward: the norm of each record's gradient, over all trainable parameters together.
+
+    Guarantee: record i's norm is a function of its own gradient and of P: every layer keeps the records apart, and the
+    sum of the losses has record i's gradient as its i-th term.
+
+    Args:
+        state: The attached model's pass state.
+        losses: [B], each a function of its own record alone.
+
+    Returns:
+        [B], float32. Every parameter's ``.grad`` is what it was before.
+
+    Raises:
+        LossShapeError: See `check_losses`; or a layer saw another batch size.
+        UnsupportedModuleError: The model runs reentrant checkpointing.
+    """
+    check_losses(losses)
+    if not state.anchors:
+        raise UnsupportedModuleError(_REENTRANT)
+    state.start_norms(losses.shape[0])
+    try:
+        # Lightning calls this under autocast, which would run the sketches in half precision.
+        with torch.autocast(losses.device.type, enabled=False):
+            torch.autograd.grad(losses.sum(), list(state.anchors.values()), retain_graph=True, allow_unused=True)
+            squared = state.finish_norms()
+    except RuntimeError as error:
+        # torch has no type for it.
+        if "heckpoint" in str(error) and "use_reentrant" in str(error):
+            raise UnsupportedModuleError(_REENTRANT) from error
+        raise
+    finally:
+        state.abort()
+    if squared is None:
+        raise LossShapeError("no trainable parameter of the attached model reaches the losses")
+    return squared.sqrt()
+
+
+def clipped_backward(
+    state: PassState,
+    losses: Tensor,
+    norms: Tensor,
+    *,
+    max_grad_norm: float,
+    weights: Tensor | None,
+    scale: float,
+    backward: Callable[[Tensor], object],
+) -> Tensor:
+    """Second backward: ``p.grad += scale * sum_i weights_i * clip_factor_i * grad_i``.
+
+    Args:
+        state: The attached model's pass state.
+        losses: [B], those of the norm pass.
+        norms: [B], what it returned for them.
+        max_grad_norm: C > 0.
+        weights: [B] in [0, 1], or None for ones.
+        scale: A public constant.
+        backward: What runs the backward of the scalar; an engine's own, so that it reduces as it always does.
+
+    Returns:
+        The clip factors [B], float32.
+
+    Raises:
+        InvalidArgumentError: max_grad_norm or weights out of range.
+        LossShapeError: norms or weights are not of the losses' shape.
+        NonFiniteRecordError: A norm is NaN or infinite.
+        StepOrderError: A norm pass has not come before.
+    """
+    check_losses(losses)
+    if not 0.0 < max_grad_norm < float("inf"):
+        raise InvalidArgumentError("max_grad_norm", max_grad_norm, "expected a finite value > 0")
+    for name, value in (("norms", norms), ("weights", weights)):
+        if value is not None and value.shape != losses.shape:
+            raise LossShapeError(f"{name} of shape {tuple(value.shape)} for losses of shape {tuple(losses.shape)}")
+    finite = torch.isfinite(norms)
+    if not bool(finite.all()):
+        bad = torch.nonzero(~finite).flatten().tolist()
+        raise NonFiniteRecordError(
+            f"per-record gradient norm is NaN or infinite for record(s) {bad} of this micro-batch; "
+            "nothing was accumulated; remove the records, or lower the model's numerical range (bf16 instead of fp16)"
+        )
+    factors = clip_factors(norms.detach().float(), max_grad_norm)
+    if weights is not None:
+        if not bool(((weights >= 0) & (weights <= 1)).all()):
+            raise InvalidArgumentError(
+                "weights", weights.tolist(), "expected values in [0, 1]: a larger one would exceed the sensitivity"
+            )
+        factors = factors * weights.to(factors)
+    if state.mode is not Mode.IDLE:
+        raise StepOrderError("clipped_backward() was called inside another pass")
+    state.mode = Mode.CLIP
+    try:
+        with torch.autocast(losses.device.type, enabled=False):
+            backward((factors.to(losses.dtype) * losses).sum() * scale)
+    finally:
+        state.abort()
+    return factors

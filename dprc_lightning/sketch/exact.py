@@ -1,0 +1,48 @@
+"""Exact squared norms of per-record gradients: the whole matrix (identity) or Gram matrices (ghost), whichever is cheaper.
+
+Both give the same number, so the choice may depend on the shapes of the micro-batch. The choice between an exact norm
+and a sketch may not: it changes the number, and the shapes depend on which other records were drawn.
+
+Source of the ghost norm: Goodfellow (arXiv 1510.01799); Li et al. (arXiv 2110.05679).
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from dprc_lightning.sketch.factors import Factors, gram
+
+
+def squared_norms(uses: Sequence[Factors]) -> Tensor:
+    """Squared Frobenius norm of each record's gradient, summed over all uses of the parameter before squaring.
+
+    Guarantee: exact (up to float32 rounding), also for a tied weight: ||g1 + g2||^2 can be twice
+    ||g1||^2 + ||g2||^2, so the uses are never squared one by one.
+
+    Args:
+        uses: All uses of one parameter in one micro-batch, at least one.
+
+    Returns:
+        [B], float32.
+    """
+    rows = sum(use.length for use in uses)
+    n0, n1 = uses[0].shape
+    # Multiply-adds per record: rows * n0 * n1 for the matrix, rows^2 * (n0 + n1) for the Gram matrices.
+    if rows * (n0 + n1) < n0 * n1:
+        total = sum((gram(use, use) for use in uses), start=torch.zeros(()))
+        for a, b in combinations(uses, 2):
+            total = total + 2.0 * gram(a, b)
+        return total.clamp(min=0.0)
+    # One record at a time: the memory is one n0 x n1 matrix, not B of them.
+    records = uses[0].right.shape[0]
+    squared = [_dense_sum(uses, record).square().sum() for record in range(records)]
+    return torch.stack(squared)
+
+
+def _dense_sum(uses: Sequence[Factors], record: int) -> Tensor:
+    total = uses[0].dense(record)
+    for use in uses[1:]:
+        total += use.dense(record)
+    return total

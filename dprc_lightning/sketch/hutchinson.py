@@ -1,0 +1,52 @@
+"""Hutchinson's estimate of a per-record gradient norm."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from dprc_lightning.sketch.factors import Factors
+
+Side = Literal[0, 1]
+
+
+def cheaper_side(n0: int, n1: int) -> Side:
+    """Which axis of a weight [n0, n1] the projection contracts.
+
+    The floats needed are ``k * (p_side + B * other_side)`` with B >= 1, least when P lies on the longer axis. The rule
+    must not look at B: P's shape would then depend on the drawn batch, which the guarantee does not cover.
+
+    Args:
+        n0: Rows of the weight.
+        n1: Columns of the weight.
+
+    Returns:
+        0 or 1, the longer axis.
+    """
+    return 0 if n0 >= n1 else 1
+
+
+def sketch(use: Factors, projection: Tensor, side: Side) -> Tensor:
+    """``Y_i = right_i^T (left_i P)`` (side 0) or ``left_i^T (right_i P)`` (side 1), so that ``E ||Y_i||_F^2 = ||g_i||_F^2``.
+
+    Guarantee: with P's entries iid N(0, 1/k), ``||Y_i||^2 / ||g_i||^2 = sum_j lambda_j chi2_j(k)/k`` with lambda the
+    normalised spectrum of g_i: the family that the accountant's laws cover (arXiv 2605.24879, and
+    `dprc_lightning.accounting`). Y is linear in g_i: the sketches of several uses of one parameter ADD, and are squared
+    only after that. With P the identity the norm is exact.
+
+    Unbiased: ``E ||g P||_F^2 = tr(g E[P P^T] g^T) = ||g||_F^2`` because ``E[P P^T] = I``.
+
+    Args:
+        use: One use of the parameter.
+        projection: P, [n_side, k], float32.
+        side: The axis of the weight that P contracts.
+
+    Returns:
+        [B, n_other, k], float32. Peak extra memory: [B, T, k] float32.
+    """
+    if side == 1:
+        if use.one_hot:
+            # left_i^T (right_i P) is a scatter over the vocabulary: V x k floats per record, never wanted.
+            raise AssertionError("an embedding's projection lies on the vocabulary side")
+        return use.left.float().mT @ (use.right.float() @ projection)
+    projected = projection[use.left] if use.one_hot else use.left.float() @ projection
+    return use.right.float().mT @ projected

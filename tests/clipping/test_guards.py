@@ -1,0 +1,258 @@
+"""What is refused, and that detach leaves no trace."""
+
+import pytest
+import torch
+from cases import CASES, TinyLM, make, tiny_llama, token_batch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dprc_lightning import attach
+from dprc_lightning.errors import (
+    InvalidArgumentError,
+    LossShapeError,
+    NonFiniteRecordError,
+    StepOrderError,
+    UnclippedGradientError,
+    UnsupportedModuleError,
+)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def losses_of(model, records=3):
+    return model(torch.randn(records, 4)).square().sum(1)
+
+
+class TestUnsupported:
+    def test_every_parameter_is_named_with_its_module_and_the_remedy(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1))
+        with pytest.raises(UnsupportedModuleError) as caught:
+            attach(model)
+        message = str(caught.value)
+        for part in ("'1' (BatchNorm1d), parameter 'weight'", "'1' (BatchNorm1d), parameter 'bias'", "'2' (Conv1d)"):
+            assert part in message
+        assert "freeze it" in message
+        assert type(model[0]) is nn.Linear, "a refused model must stay untouched"
+
+    def test_frozen_ones_are_no_problem(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].requires_grad_(False)
+        attach(model)
+
+    def test_a_bare_parameter(self):
+        model = nn.Linear(3, 3)
+        model.register_parameter("extra", nn.Parameter(torch.zeros(2)))
+        with pytest.raises(UnsupportedModuleError, match="'extra'"):
+            attach(model)
+
+    def test_subclasses_with_a_forward_of_their_own(self):
+        with pytest.raises(UnsupportedModuleError, match="out_proj"):
+            attach(nn.MultiheadAttention(4, 2))
+
+    @pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}, {"sparse": True}])
+    def test_embedding_options(self, option):
+        with pytest.raises(UnsupportedModuleError, match=next(iter(option))):
+            attach(nn.Sequential(nn.Embedding(5, 3, **option)))
+
+    def test_a_rms_norm_of_another_formula(self):
+        from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        class OddRMSNorm(LlamaRMSNorm):
+            def forward(self, hidden_states):
+                return 2 * super().forward(hidden_states)
+
+        OddRMSNorm.__module__ = LlamaRMSNorm.__module__
+        with pytest.raises(UnsupportedModuleError, match="OddRMSNorm"):
+            attach(nn.Sequential(OddRMSNorm(4)))
+        with pytest.raises(UnsupportedModuleError, match="GemmaRMSNorm"):
+            attach(nn.Sequential(GemmaRMSNorm(4)))
+
+    def test_nothing_trainable(self):
+        with pytest.raises(UnsupportedModuleError, match="no trainable parameter"):
+            attach(nn.Linear(3, 3).requires_grad_(False))
+
+    def test_attach_twice(self):
+        model = small()
+        attach(model)
+        with pytest.raises(UnsupportedModuleError, match="attached already"):
+            attach(model)
+
+    def test_compiled(self):
+        with pytest.raises(UnsupportedModuleError, match=r"torch\.compile"):
+            attach(torch.compile(small()))
+
+    def test_reentrant_checkpointing(self):
+        model = small()
+        handle = attach(model)
+        x = torch.randn(3, 4, requires_grad=True)
+        losses = checkpoint(model, x, use_reentrant=True).square().sum(1)
+        with pytest.raises(UnsupportedModuleError, match="use_reentrant"):
+            handle.norms(losses)
+
+    def test_reentrant_checkpointing_of_a_part(self):
+        """The norm pass sees the head alone: the blocks' gradients must not get through."""
+        model = small()
+        handle = attach(model)
+        x = torch.randn(3, 4, requires_grad=True)
+        losses = model[2](checkpoint(model[:2], x, use_reentrant=True)).square().sum(1)
+        norms = handle.norms(losses)
+        with pytest.raises(UnclippedGradientError, match="use_reentrant"):
+            handle.clipped_backward(losses, max_grad_norm=1.0, norms=norms)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("arguments", "name"),
+        [
+            ({"estimator": "ghost"}, "estimator"),
+            ({"estimator": "hutchpp"}, "estimator"),
+            ({"sketch_dim": 0}, "sketch_dim"),
+            ({"sketch_dim": 2.5}, "sketch_dim"),
+            ({"projection": "rademacher"}, "projection"),
+            ({"projection": "sparse"}, "projection"),
+        ],
+    )
+    def test_attach(self, arguments, name):
+        with pytest.raises(InvalidArgumentError, match=f"^{name}="):
+            attach(small(), **arguments)
+
+    def test_losses_must_be_one_per_record(self):
+        model = small()
+        handle = attach(model)
+        with pytest.raises(LossShapeError, match=r"shape \[B\]"):
+            handle.norms(losses_of(model).mean())
+        with pytest.raises(LossShapeError, match="do not require grad"):
+            handle.norms(torch.ones(3))
+        with torch.no_grad(), pytest.raises(LossShapeError, match="do not require grad"):
+            handle.norms(losses_of(model))
+
+    def test_a_layer_that_sees_another_batch_size(self):
+        model = nn.Linear(4, 1)
+        handle = attach(model)
+        losses = model(torch.randn(6, 4)).view(3, 2).sum(1)
+        with pytest.raises(LossShapeError, match="first dimension"):
+            handle.norms(losses)
+
+    @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+    def test_max_grad_norm(self, bad):
+        model = small()
+        handle = attach(model)
+        with pytest.raises(InvalidArgumentError, match="max_grad_norm"):
+            handle.clipped_backward(losses_of(model), max_grad_norm=bad)
+
+    @pytest.mark.parametrize("weights", [[0, 1, 1.5], [0, -1, 1], [0, float("nan"), 1]])
+    def test_weights_that_would_exceed_the_sensitivity(self, weights):
+        model = small()
+        handle = attach(model)
+        with pytest.raises(InvalidArgumentError, match="weights"):
+            handle.clipped_backward(losses_of(model), max_grad_norm=1.0, weights=torch.tensor(weights))
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_a_non_finite_record(self):
+        model = small()
+        handle = attach(model)
+        x = torch.randn(3, 4)
+        x[1] = float("inf")
+        with pytest.raises(NonFiniteRecordError, match=r"\[1\]"):
+            handle.clipped_backward(model(x).square().sum(1), max_grad_norm=1.0)
+        assert all(p.grad is None for p in model.parameters())
+
+
+class TestUnclippedGradients:
+    def test_a_backward_of_the_users_own(self):
+        model = small()
+        attach(model)
+        with pytest.raises(UnclippedGradientError, match="clipped_backward"):
+            losses_of(model).sum().backward()
+        # The first parameter that was reached keeps nothing to step on.
+        assert any(p.grad is None for p in model.parameters())
+
+    def test_a_weight_used_outside_of_its_module(self):
+        model = small()
+        handle = attach(model)
+        hidden = torch.tanh(model[0](torch.randn(3, 4)))
+        losses = torch.nn.functional.linear(hidden, model[2].weight, model[2].bias).square().sum(1)
+        norms = handle.norms(losses)
+        with pytest.raises(UnclippedGradientError, match="outside of its module's forward"):
+            handle.clipped_backward(losses, max_grad_norm=1.0, norms=norms)
+
+    def test_autograd_grad_stays_free(self):
+        model = small()
+        attach(model)
+        torch.autograd.grad(losses_of(model).sum(), list(model.parameters()))
+
+
+class TestSteps:
+    def test_a_projection_never_repeats(self):
+        handle = attach(small())
+        handle.begin_step(3)
+        for index in (3, 2):
+            with pytest.raises(StepOrderError, match="never repeat"):
+                handle.begin_step(index)
+        handle.begin_step()
+        handle.begin_step(9)
+
+    def test_two_forwards_before_the_norms(self):
+        """Uses are counted by forwards; a count that fits no longer must not lose a use."""
+        model = TinyLM(tied=True)
+        handle = attach(model, "exact")
+        batch = token_batch(17)
+        case = next(c for c in CASES if c.name == "lm_tied")
+        first, second = case.losses(model, batch), case.losses(model, batch)
+        assert torch.allclose(handle.norms(first), handle.norms(second), rtol=1e-6)
+        assert torch.allclose(handle.norms(first), handle.norms(second), rtol=1e-6)
+
+    def test_after_detach(self):
+        model = small()
+        handle = attach(model)
+        handle.detach()
+        with pytest.raises(StepOrderError, match="detached"):
+            handle.begin_step()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_detach_leaves_no_trace(case):
+    model, batch = make(case)
+    before = {name: (type(m), dict(m.__dict__)) for name, m in model.named_modules()}
+    handle = attach(model)
+    assert set(model.state_dict()) == set(case.build().state_dict())
+    handle.detach()
+    handle.detach()
+    for name, module in model.named_modules():
+        assert type(module) is before[name][0]
+        assert set(module.__dict__) == set(before[name][1])
+    case.losses(model, batch).sum().backward()
+    attach(model)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_values_are_the_models_own(case):
+    model, batch = make(case)
+    expected = case.losses(model, batch)
+    attach(model)
+    assert torch.allclose(case.losses(model, batch), expected, rtol=1e-6, atol=1e-7)
+    with torch.no_grad():
+        assert torch.allclose(case.losses(model, batch), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_plan_names_every_trainable_parameter():
+    model = tiny_llama(tied=True)
+    rows = attach(model, "hutchinson", 4).plan()
+    assert {r.parameter for r in rows} == {n for n, p in model.named_parameters() if p.requires_grad}
+    embedding = next(r for r in rows if "embed_tokens" in r.parameter)
+    assert len(embedding.modules) == 2 and embedding.side == "output" and embedding.shape == (40, 16)
+    assert (embedding.projection_floats, embedding.sketch_floats) == (4 * 40, 4 * 16)
+    assert {r.estimator for r in rows if "norm" in r.parameter} == {"exact"}
+
+
+def test_auto_decides_by_the_weight_alone():
+    model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 4, bias=False))
+    handle = attach(model, "auto", 8)
+    assert [r.estimator for r in handle.plan()] == ["hutchinson", "exact"]
+    assert handle.sketch_dim == 8
+    handle.detach()
+    assert attach(model, "auto", 50).sketch_dim is None
