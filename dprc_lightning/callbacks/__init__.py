@@ -1,0 +1,5 @@
+"""Callbacks that a DPRCModule brings along."""
+
+from dprc_lightning.callbacks.privacy import PrivacyReport
+
+__all__ = ["PrivacyReport"]

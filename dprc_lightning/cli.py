@@ -1,0 +1,137 @@
+"""The ``dprc`` command: light commands that import no torch, and LightningCLI for fit, validate, test and predict."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from dprc_lightning import __version__
+from dprc_lightning.errors import DPRCError
+
+_LIGHTNING = ("fit", "validate", "test", "predict")
+
+_EPILOG = """\
+training commands (dprc fit --help shows all their settings):
+  fit         train privately: dprc fit --config configs/quickstart.yaml [--privacy.epsilon 2]
+  validate    evaluate on the validation set: dprc validate --config ... --ckpt_path RUN/checkpoints/....ckpt
+  test        evaluate on the test set
+  predict     predict for the test set
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script.
+
+    Args:
+        argv: Arguments after the program's name; those of the process if None.
+
+    Returns:
+        Exit status: 0, or 2 after an error that is the user's to mend, told in one line.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in _LIGHTNING:
+            from dprc_lightning.lightning_cli import run
+
+            run(arguments)
+            return 0
+        return _light(arguments)
+    except DPRCError as error:
+        print(f"dprc: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, say) has gone.
+        return 0
+
+
+def _light(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="dprc",
+        description="Differentially private fine-tuning at long context: DP-SGD with randomized clipping.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dprc {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+
+    calibrate = commands.add_parser("calibrate", help="the noise multiplier that meets a privacy target")
+    calibrate.add_argument("--epsilon", type=float, required=True, help="target")
+    _mechanism(calibrate)
+    calibrate.set_defaults(run=_calibrate)
+
+    epsilon = commands.add_parser("epsilon", help="the epsilon of a noise multiplier: lower bound, estimate, upper bound")
+    epsilon.add_argument("--noise_multiplier", type=float, required=True, help="sigma")
+    _mechanism(epsilon)
+    epsilon.set_defaults(run=_epsilon)
+
+    report = commands.add_parser("report", help="the report of a run")
+    report.add_argument("run_dir", help="run folder")
+    report.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help="other runs to put beside it")
+    report.add_argument("--format", choices=("md", "json"), default="md")
+    report.set_defaults(run=_report)
+
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    return options.run(options)
+
+
+def _mechanism(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--delta", type=float, required=True, help="at most 1 / number of training records")
+    parser.add_argument("--sample_rate", type=float, required=True, help="q: probability of a record to be in a batch")
+    parser.add_argument("--steps", type=int, required=True, help="logical steps")
+    parser.add_argument("--sketch_dim", type=int, default=None, help="k, columns of the projection; exact norms without")
+    parser.add_argument("--projection", default="gaussian", help="distribution of the projection's entries")
+    parser.add_argument("--bound", choices=("best", "convex", "envelope"), default="best", help="law of the clipping")
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("delta", "sample_rate", "steps", "sketch_dim", "projection", "bound")
+    return {name: getattr(options, name) for name in names}
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from dprc_lightning.accounting import calibrate_noise_multiplier
+
+    settings = _settings(options)
+    sigma = calibrate_noise_multiplier(epsilon=options.epsilon, **settings)
+    _show({"noise_multiplier": sigma, "epsilon": options.epsilon, **settings}, options.format)
+    return 0
+
+
+def _epsilon(options: argparse.Namespace) -> int:
+    from dprc_lightning.accounting import epsilon
+
+    settings = _settings(options)
+    bounds = epsilon(noise_multiplier=options.noise_multiplier, **settings)
+    found = {"lower": bounds.lower, "estimate": bounds.estimate, "upper": bounds.upper}
+    _show({"epsilon": found, "noise_multiplier": options.noise_multiplier, **settings}, options.format)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from dprc_lightning.report import read_report, to_markdown
+
+    report = read_report(options.run_dir)
+    others = [read_report(folder) for folder in options.compare]
+    if options.format == "json":
+        print(json.dumps({"report": report, "compare": others} if others else report, indent=2, sort_keys=True))
+    else:
+        print(to_markdown(report, others))
+    return 0
+
+
+def _show(values: dict[str, Any], form: str) -> None:
+    if form == "json":
+        print(json.dumps(values))
+        return
+    for name, value in values.items():
+        for row, entry in value.items() if isinstance(value, dict) else [("", value)]:
+            print(f"{f'{name} {row}'.strip():<20} {'exact norms' if entry is None else entry}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

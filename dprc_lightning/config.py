@@ -1,0 +1,233 @@
+"""What a run promises (`PrivacyConfig`) apart from how fast it keeps it (`PerformanceConfig`).
+
+No setting of PerformanceConfig changes the guarantee, and no setting of PrivacyConfig is there for speed.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dprc_lightning.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """The mechanism: DP-SGD with randomized clipping under Poisson sampling, add/remove one record.
+
+    Args:
+        delta: Probability that the epsilon bound may fail; at most 1 / number of training records.
+        epsilon: Target. The noise multiplier is calibrated to it. Give this OR noise_multiplier.
+        noise_multiplier: sigma: the noise has standard deviation sigma * max_grad_norm on the sum of clipped gradients.
+        sample_rate: q, probability of each record to be in a logical batch. Give this OR expected_batch_size.
+        expected_batch_size: q times the number of training records.
+        steps: Number of logical steps. Give this OR epochs.
+        epochs: Expected number of times a record is used; steps = ceil(epochs / q).
+        max_grad_norm: C, the clipping threshold.
+        estimator: How per-record norms are had: hutchinson, exact, or auto (small matrices exactly).
+        sketch_dim: k, columns of the projection. More cost more memory and time and need less noise.
+        projection: Distribution of the projection's entries.
+        bound: Which law of the randomized clipping is accounted: best, convex or envelope.
+        allow_large_delta: Accept a delta above 1 / number of training records.
+        log_unprotected: Log training loss and clipped fraction. They are computed from private data without noise and
+            are outside of the guarantee; turn it off where others read the logs.
+        baseline_without_privacy: Train the same steps on the same kind of batches WITHOUT clipping and noise, for
+            comparison. Nothing is protected then, and every output says so.
+    """
+
+    delta: float
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    sample_rate: float | None = None
+    expected_batch_size: float | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    max_grad_norm: float = 1.0
+    estimator: Literal["auto", "exact", "hutchinson"] = "hutchinson"
+    sketch_dim: int = 32
+    projection: Literal["gaussian"] = "gaussian"
+    bound: Literal["best", "convex", "envelope"] = "best"
+    allow_large_delta: bool = False
+    log_unprotected: bool = True
+    baseline_without_privacy: bool = False
+
+    def resolve(self, num_records: int, sketch_dim: int | None) -> "ResolvedPrivacy":
+        """Find every contradiction, then fix the numbers of the run.
+
+        Args:
+            num_records: N, the declared number of training records. It is treated as public.
+            sketch_dim: k of the sketches that the attached model really uses; None if every norm is exact.
+
+        Returns:
+            The mechanism that the run will use.
+
+        Raises:
+            ConfigurationError: All contradictions together.
+        """
+        problems = self.problems(num_records)
+        if problems:
+            raise ConfigurationError(problems)
+        rate = self.sample_rate if self.sample_rate is not None else _given(self.expected_batch_size) / num_records
+        steps = self.steps if self.steps is not None else math.ceil(_given(self.epochs) / rate)
+        sigma = 0.0
+        if not self.baseline_without_privacy:
+            sigma = self.noise_multiplier if self.noise_multiplier is not None else self._calibrate(rate, steps, sketch_dim)
+        return ResolvedPrivacy(
+            noise_multiplier=sigma,
+            max_grad_norm=self.max_grad_norm,
+            sample_rate=rate,
+            steps=steps,
+            delta=self.delta,
+            num_records=num_records,
+            expected_batch_size=rate * num_records,
+            estimator=self.estimator,
+            sketch_dim=sketch_dim,
+            projection=self.projection,
+            bound=self.bound,
+            target_epsilon=None if self.baseline_without_privacy else self.epsilon,
+            private=not self.baseline_without_privacy,
+        )
+
+    def _calibrate(self, rate: float, steps: int, sketch_dim: int | None) -> float:
+        from dprc_lightning.accounting import calibrate_noise_multiplier
+
+        return calibrate_noise_multiplier(
+            epsilon=_given(self.epsilon),
+            delta=self.delta,
+            sample_rate=rate,
+            steps=steps,
+            sketch_dim=sketch_dim,
+            projection=self.projection,
+            bound=self.bound,
+        )
+
+    def problems(self, num_records: int) -> list[str]:
+        """Everything that is wrong with these settings.
+
+        Args:
+            num_records: N.
+
+        Returns:
+            One line per problem, in the words of the command line.
+        """
+        found: list[str] = []
+        if not self.baseline_without_privacy:
+            found += _exactly_one("privacy.epsilon", self.epsilon, "privacy.noise_multiplier", self.noise_multiplier)
+        found += _exactly_one(
+            "privacy.sample_rate", self.sample_rate, "privacy.expected_batch_size", self.expected_batch_size
+        )
+        found += _exactly_one("privacy.steps", self.steps, "privacy.epochs", self.epochs)
+        for name in ("epsilon", "noise_multiplier", "expected_batch_size", "epochs", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not (0 < value < math.inf):
+                found.append(f"privacy.{name}={value}: expected a finite value > 0")
+        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
+            found.append(f"privacy.sample_rate={self.sample_rate}: expected a value in (0, 1]")
+        if self.steps is not None and self.steps < 1:
+            found.append(f"privacy.steps={self.steps}: expected an integer >= 1")
+        if self.sketch_dim < 1:
+            found.append(f"privacy.sketch_dim={self.sketch_dim}: expected an integer >= 1")
+        if num_records < 1:
+            found.append(f"the training set has {num_records} records: at least one is needed")
+        elif self.expected_batch_size is not None and self.expected_batch_size > num_records:
+            found.append(
+                f"privacy.expected_batch_size={self.expected_batch_size}: more than the {num_records} training records"
+            )
+        if not 0 < self.delta < 1:
+            found.append(f"privacy.delta={self.delta}: expected a value in (0, 1)")
+        elif num_records >= 1 and self.delta > 1 / num_records and not self.allow_large_delta:
+            found.append(
+                f"privacy.delta={self.delta}: above 1/{num_records}, one over the number of training records, a "
+                "mechanism may publish a record at random; lower it, or set privacy.allow_large_delta=true"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class ResolvedPrivacy:
+    """The numbers of one run: public, and fixed before its first step.
+
+    Attributes:
+        noise_multiplier: sigma; 0 in a baseline without privacy.
+        max_grad_norm: C.
+        sample_rate: q.
+        steps: Logical steps of the whole run.
+        delta: As asked for.
+        num_records: N.
+        expected_batch_size: q * N, the constant that gradients are divided by. Never the realised batch size.
+        estimator: How norms are had.
+        sketch_dim: k, None if every norm is exact.
+        projection: Distribution of the projection's entries.
+        bound: Which law is accounted.
+        target_epsilon: As asked for, None if the noise multiplier was given.
+        private: False only for a baseline without privacy.
+    """
+
+    noise_multiplier: float
+    max_grad_norm: float
+    sample_rate: float
+    steps: int
+    delta: float
+    num_records: int
+    expected_batch_size: float
+    estimator: str
+    sketch_dim: int | None
+    projection: str
+    bound: str
+    target_epsilon: float | None
+    private: bool
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the averaged gradient: sigma * C / (q * N)."""
+        return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Logical steps of one epoch, ceil(1 / q)."""
+        return math.ceil(1 / self.sample_rate)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PerformanceConfig:
+    """How a logical batch is computed. None of it changes the guarantee.
+
+    Args:
+        physical_batch_size: Most records in one micro-batch.
+        max_tokens: Most tokens in one micro-batch, padding included; a longer record gets one of its own.
+        num_workers: Processes that prepare batches ahead; 0 prepares them in the training process.
+    """
+
+    physical_batch_size: int | None = 32
+    max_tokens: int | None = None
+    num_workers: int = 0
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with these settings.
+
+        Returns:
+            One line per problem, in the words of the command line.
+        """
+        found = []
+        for name in ("physical_batch_size", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"performance.{name}={value}: expected an integer >= 1")
+        if self.num_workers < 0:
+            found.append(f"performance.num_workers={self.num_workers}: expected an integer >= 0")
+        return found
+
+
+def _given(value: float | None) -> float:
+    assert value is not None, "checked by PrivacyConfig.problems"
+    return value
+
+
+def _exactly_one(name_a: str, a: float | None, name_b: str, b: float | None) -> list[str]:
+    if (a is None) == (b is None):
+        state = "neither is set" if a is None else f"both are set ({a} and {b})"
+        return [f"{name_a} or {name_b}: {state}; give exactly one"]
+    return []

@@ -1,0 +1,318 @@
+"""The LightningModule: manual optimization, five steps in order, one call each."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from dprc_lightning.clipping import ClippingHandle, attach
+from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
+from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
+from dprc_lightning.dropout import secret_dropout
+from dprc_lightning.errors import ConfigurationError, LedgerError, StepOrderError, UnprotectedStrategyError
+from dprc_lightning.keys import Domain
+from dprc_lightning.run import PrivateRun, open_secret, resume_ledger, start_ledger
+from dprc_lightning.strategies import PrivateStrategy
+from dprc_lightning.timing import StepClock
+
+CHECKPOINT_KEY = "dprc_lightning"
+
+
+class DPRCModule(pl.LightningModule):
+    """Write `per_sample_loss` and `configure_optimizers`; the private training step belongs to the library.
+
+    Guarantee: one logical step is subsampled DP-SGD with randomized clipping (arXiv 2605.24879) as the accountant counts
+    it. (1) The ledger has the step before anything of it is drawn, and its number selects batch, projection and
+    dropout. (2, 3) All records of the logical batch share one projection P, and a record's norm depends on that
+    record, the parameters and P alone, if `per_sample_loss` keeps the records apart. (4) Each gradient is scaled by
+    min(C / norm, 1) and the sum by the constant 1 / (q N), never by the realised batch size. (5) The strategy adds
+    N(0, (sigma C / (q N))^2) once to each element before the optimizer sees it, also when no record was drawn.
+
+    Args:
+        privacy: The mechanism.
+        performance: How it is computed.
+    """
+
+    def __init__(self, privacy: PrivacyConfig, performance: PerformanceConfig = PerformanceConfig()) -> None:  # noqa: B008
+        super().__init__()
+        self.automatic_optimization = False
+        self.privacy = privacy
+        self.performance = performance
+        self.handle: ClippingHandle | None = None
+        self.private_run: PrivateRun | None = None
+        self.clock = StepClock()
+        self._resumed_from: dict[str, Any] | None = None
+
+    def per_sample_loss(self, batch: Any) -> Tensor:
+        """One loss per record. Each may depend on its own record and the parameters, on nothing else of the batch.
+
+        Args:
+            batch: What `DPRCDataModule.collate_fn` returned, on the model's device.
+
+        Returns:
+            Losses [B], connected to the trainable parameters.
+
+        Raises:
+            ConfigurationError: Not written.
+        """
+        raise ConfigurationError([f"{type(self).__name__}.per_sample_loss: not written; return losses of shape [B]"])
+
+    # The five steps -------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: LogicalBatch, batch_idx: int) -> None:
+        """One logical step. Not to be overridden.
+
+        Args:
+            batch: One logical batch.
+            batch_idx: Unused: steps are counted by the ledger.
+        """
+        run, strategy = self._running()
+        self._begin_step(batch)
+        statistics = _StepStatistics()
+        with secret_dropout(run.secret.subkey(Domain.DROPOUT, batch.sequence, self.global_rank), self.device):
+            for index, cpu_micro_batch in enumerate(batch.micro_batches):
+                micro_batch = self.transfer_batch_to_device(cpu_micro_batch, self.device, 0)
+                with strategy.micro_batch(last=index == len(batch.micro_batches) - 1):
+                    losses = self._losses(micro_batch)
+                    norms = self._norms(losses, strategy)
+                    self._clipped_backward(losses, norms)
+                statistics.add(losses, self.handle.clip_factors if self.handle else None)
+        self._noisy_update()
+        self._log(statistics)
+
+    def _begin_step(self, batch: LogicalBatch) -> None:
+        """Step 1: the ledger first, then the step's projection, then the leave to make one noised update."""
+        run, strategy = self._running()
+        self.clock.start_step()
+        sequence = run.begin_step()
+        if batch.sequence != sequence:
+            raise StepOrderError(
+                f"the loader gave the batch of step {batch.sequence} but the ledger is at step {sequence}: "
+                "the train loader must be DPRCDataModule's own"
+            )
+        if self.handle is not None:
+            self.handle.begin_step(sequence)
+        strategy.noise_hook.arm(run.resolved.noise_std)
+
+    def _losses(self, micro_batch: Any) -> Tensor:
+        """Step 2: the forward."""
+        with self.clock.phase("forward"):
+            return self.per_sample_loss(micro_batch)
+
+    def _norms(self, losses: Tensor, strategy: PrivateStrategy) -> Tensor | None:
+        """Step 3: the first backward, for the norms."""
+        if self.handle is None:
+            return None
+        with self.clock.phase("norm_pass"), strategy.norm_pass():
+            return self.handle.norms(losses)
+
+    def _clipped_backward(self, losses: Tensor, norms: Tensor | None) -> None:
+        """Step 4: the second backward, of the rescaled losses, through the engine's own."""
+        run, _ = self._running()
+        # Every engine averages over ranks; E[B] is a constant of the whole run.
+        scale = self.trainer.world_size / run.resolved.expected_batch_size
+        with self.clock.phase("clipped_backward"):
+            if self.handle is None:
+                self.manual_backward(losses.sum() * scale)
+                return
+            self.handle.clipped_backward(
+                losses,
+                max_grad_norm=run.resolved.max_grad_norm,
+                norms=norms,
+                scale=scale,
+                backward=self.manual_backward,
+            )
+
+    def _noisy_update(self) -> None:
+        """Step 5: the optimizer step, before which the strategy's hook adds the noise; then the scheduler."""
+        _, strategy = self._running()
+        optimizer = self.optimizers()
+        with self.clock.phase("noise_and_optimizer"):
+            optimizer.step()  # type: ignore[union-attr]
+            strategy.noise_hook.finish()
+            optimizer.zero_grad()  # type: ignore[union-attr]
+        schedulers = self.lr_schedulers() or []
+        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            scheduler.step()  # type: ignore[call-arg]
+        self.clock.end_step()
+
+    def _log(self, statistics: "_StepStatistics") -> None:
+        """Diagnostics from private data, without noise: outside of the guarantee, and named so in the report."""
+        if self.privacy.log_unprotected:
+            # batch_size only weighs epoch means, of which there are none; the realised one is private.
+            self.log_dict(statistics.means(), prog_bar=True, on_step=True, batch_size=1)
+
+    # Set-up and end -------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Refuse to fit under a strategy that adds no noise. Call it from an override.
+
+        Args:
+            stage: Lightning's name of what begins.
+
+        Raises:
+            UnprotectedStrategyError: The strategy is none of ours.
+        """
+        if stage == "fit" and not isinstance(self.trainer.strategy, PrivateStrategy):
+            raise UnprotectedStrategyError(
+                f"trainer.strategy={type(self.trainer.strategy).__name__}: it adds no noise; "
+                "use one of ours, such as --trainer.strategy dprc_single"
+            )
+
+    def prepare_privacy(self) -> None:
+        """Called by the strategy before it wraps the model: check everything, instrument, open the ledger.
+
+        Raises:
+            ConfigurationError: All problems together.
+        """
+        num_records = self._check()
+        private = not self.privacy.baseline_without_privacy
+        resuming = self.trainer.ckpt_path is not None
+        folder = self._run_folder(resuming)
+        secret = open_secret(folder, private=private, resuming=resuming)
+        if private:
+            self.handle = attach(
+                self,
+                estimator=self.privacy.estimator,
+                sketch_dim=self.privacy.sketch_dim,
+                projection=self.privacy.projection,
+                key=secret.subkey(Domain.PROJECTION),
+            )
+        try:
+            resolved = self.privacy.resolve(num_records, self.handle.sketch_dim if self.handle else None)
+            ledger = None
+            if private:
+                head = (self._resumed_from or {}).get("ledger_head")
+                ledger = resume_ledger(folder, resolved, head) if resuming else start_ledger(folder, resolved)
+        except BaseException:
+            self.release_privacy()
+            raise
+        self.private_run = PrivateRun(folder, secret, resolved, ledger)
+        self._limit_steps(resolved)
+
+    def _check(self) -> int:
+        """The number of training records, once all settings agree."""
+        problems = self.performance.problems()
+        datamodule = getattr(self.trainer, "datamodule", None)
+        num_records = 0
+        if isinstance(datamodule, DPRCDataModule):
+            num_records = len(datamodule.train_dataset())
+            problems += self.privacy.problems(num_records)
+        else:
+            problems.append("trainer.fit: give it a DPRCDataModule, which builds the Poisson batches (datamodule=...)")
+        steps = self.privacy.steps
+        if steps is not None and self.trainer.max_steps not in (-1, steps):
+            problems.append(
+                f"trainer.max_steps={self.trainer.max_steps}: privacy.steps={steps} decides; leave trainer.max_steps out"
+            )
+        if problems:
+            raise ConfigurationError(problems)
+        return num_records
+
+    def _run_folder(self, resuming: bool) -> Path:
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if resuming and not (folder / "ledger.jsonl").exists():
+            # A logger opens a new version folder; the run's own is where its checkpoints lie.
+            own = Path(self.trainer.ckpt_path).resolve().parent.parent
+            if (own / "ledger.jsonl").exists():
+                return own
+            if not self.privacy.baseline_without_privacy:
+                raise LedgerError(
+                    f"--ckpt_path {self.trainer.ckpt_path}: no ledger.jsonl in {folder} or {own}; put the run's ledger "
+                    "back, its steps are spent"
+                )
+        return folder
+
+    def _limit_steps(self, resolved: ResolvedPrivacy) -> None:
+        """The budget decides when training ends: the steps left, on top of those that a checkpoint brings."""
+        run, _ = self._running()
+        already = int((self._resumed_from or {}).get("global_step", 0))
+        loop = self.trainer.fit_loop
+        loop.epoch_loop.max_steps = already + run.steps_left
+        # For the progress bar: the steps come to an end first.
+        loop.max_epochs = math.ceil(max(already + run.steps_left, 1) / resolved.steps_per_epoch)
+
+    def release_privacy(self) -> None:
+        """Called by the strategy at the end: the model is an ordinary one again, and the ledger is closed."""
+        if self.handle is not None:
+            self.handle.detach()
+            self.handle = None
+        if self.private_run is not None:
+            self.private_run.close()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember where the ledger was; no secret goes in. Call it from an override.
+
+        Args:
+            checkpoint: Lightning's.
+        """
+        if self.private_run is not None:
+            ledger = self.private_run.ledger
+            checkpoint[CHECKPOINT_KEY] = {
+                "mechanism": self.private_run.resolved.to_dict(),
+                "ledger_head": ledger.head if ledger else None,
+                "global_step": self.global_step,
+            }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read what `on_save_checkpoint` wrote. Call it from an override.
+
+        Args:
+            checkpoint: Lightning's.
+        """
+        self._resumed_from = checkpoint.get(CHECKPOINT_KEY)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """A logical batch stays where it is; each micro-batch moves when its turn comes.
+
+        Args:
+            batch: A logical batch or any other.
+            device: Where to.
+            dataloader_idx: As Lightning has it.
+
+        Returns:
+            The batch.
+        """
+        if isinstance(batch, LogicalBatch):
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """The callback that measures and writes the report. Call it from an override.
+
+        Returns:
+            One callback.
+        """
+        from dprc_lightning.callbacks import PrivacyReport
+
+        # Lightning asks again before each of fit, validate and test.
+        known = any(isinstance(callback, PrivacyReport) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if known else [PrivacyReport()]
+
+    def _running(self) -> tuple[PrivateRun, PrivateStrategy]:
+        strategy = self.trainer.strategy
+        if self.private_run is None or not isinstance(strategy, PrivateStrategy):
+            raise StepOrderError("the private run was not prepared: train with trainer.fit under a dprc_* strategy")
+        return self.private_run, strategy
+
+
+class _StepStatistics:
+    """Private diagnostics of one logical batch."""
+
+    def __init__(self) -> None:
+        self._loss = 0.0
+        self._clipped = 0
+        self._records = 0
+
+    def add(self, losses: Tensor, factors: Tensor | None) -> None:
+        self._loss += float(losses.detach().sum())
+        self._records += len(losses)
+        if factors is not None:
+            self._clipped += int((factors < 1).sum())
+
+    def means(self) -> dict[str, float]:
+        records = max(self._records, 1)
+        return {"train/loss": self._loss / records, "clip/fraction": self._clipped / records}

@@ -1,0 +1,150 @@
+"""The protocol between a DPRCModule and the engine that runs it, and the hook that adds the noise."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dprc_lightning.errors import ConfigurationError, StepOrderError, UnclippedGradientError
+from dprc_lightning.noise import NoiseStream, add_gaussian_noise
+
+
+class NoiseHook:
+    """Adds Gaussian noise as a step pre-hook of the optimizers, once per logical step and element.
+
+    At that point every engine's ``p.grad`` is the final reduced gradient, or this rank's own shard of it.
+
+    Guarantee: between `arm` and `finish` (one logical step) each parameter of the hooked optimizers gets one draw of
+    N(0, std^2) per element, with std = sigma * C / E[B] on a gradient that is the sum of clipped gradients over E[B];
+    whether its gradient is there or not, because that could depend on the data. A step that was not armed raises before
+    it changes anything. An optimizer that calls another one's step inside its own does not get noise twice.
+
+    Args:
+        stream: Where noise comes from; fresh operating-system entropy, never stored.
+    """
+
+    def __init__(self, stream: NoiseStream) -> None:
+        self._stream = stream
+        self._std: float | None = None
+        self._noised: set[int] = set()
+        self._optimizers: list[Optimizer] = []
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the noise is a fixed stream for tests, and so no noise at all."""
+        return self._stream.is_test
+
+    def install(self, optimizers: list[Optimizer]) -> None:
+        """Hook optimizers. Those that are hooked already are left alone.
+
+        Args:
+            optimizers: As `configure_optimizers` returned them, unwrapped.
+        """
+        for optimizer in optimizers:
+            if not any(optimizer is known for known in self._optimizers):
+                optimizer.register_step_pre_hook(self._before_step)
+                self._optimizers.append(optimizer)
+
+    def arm(self, std: float) -> None:
+        """Allow one logical step.
+
+        Args:
+            std: Standard deviation of the noise on ``p.grad``.
+
+        Raises:
+            StepOrderError: The last step was armed but never finished.
+        """
+        if self._std is not None:
+            raise StepOrderError("the last logical step was not finished; a failed step cannot be continued: restart")
+        self._std = std
+        self._noised.clear()
+
+    def finish(self) -> None:
+        """End the logical step.
+
+        Raises:
+            StepOrderError: An optimizer's parameters did not get their noise.
+        """
+        std, self._std = self._std, None
+        missing = sum(id(p) not in self._noised for o in self._optimizers for p in _trainable(o))
+        if std is None or missing:
+            raise StepOrderError(
+                f"{missing} parameters got no noise in this logical step: every optimizer must step exactly once in it"
+            )
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._std is None:
+            raise UnclippedGradientError(
+                "optimizer.step() outside of the library's training_step: its gradients would carry no noise; "
+                "leave the step to DPRCModule"
+            )
+        due = [p for p in _trainable(optimizer) if id(p) not in self._noised]
+        self._noised.update(id(p) for p in due)
+        add_gaussian_noise(due, self._std, self._stream)
+
+
+def _trainable(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+
+
+@runtime_checkable
+class PreparesPrivacy(Protocol):
+    """What a strategy asks of a module: `DPRCModule` has it."""
+
+    def prepare_privacy(self) -> None:
+        """Instrument the model and resolve the mechanism; before any wrapping and before the optimizers exist."""
+
+
+class PrivateStrategy:
+    """Mixed into a Lightning strategy. A DPRCModule refuses to train under a strategy without it.
+
+    A subclass says how its engine wants a micro-batch and a norm pass to be framed. The order of set-up is fixed here:
+    instrument, then whatever the engine does (move, wrap, shard), optimizers, noise hook.
+    """
+
+    noise_hook: NoiseHook
+
+    def _init_privacy(self, noise_stream: NoiseStream | None = None) -> None:
+        self.noise_hook = NoiseHook(noise_stream or NoiseStream.fresh())
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward, norm pass and clipped backward of one micro-batch.
+
+        Args:
+            last: Whether it is the logical step's last one: the engine reduces gradients in it.
+        """
+        yield
+
+    @contextmanager
+    def norm_pass(self) -> Iterator[None]:
+        """Around the first backward, in which nothing may be reduced."""
+        yield
+
+    def _prepare(self, module: Any) -> None:
+        if not isinstance(module, PreparesPrivacy):
+            raise ConfigurationError(
+                [f"strategy {type(self).__name__}: it trains a DPRCModule only, not a {type(module).__name__}"]
+            )
+        module.prepare_privacy()
+
+    def _install_noise(self, optimizers: list[Optimizer]) -> None:
+        if len(optimizers) != 1:
+            raise ConfigurationError(
+                [f"configure_optimizers returned {len(optimizers)} optimizers: exactly one is supported; use its groups"]
+            )
+        self.noise_hook.install(optimizers)
+
+
+def zero_missing_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    """Give every parameter a gradient: a logical step without a record is a step of noise alone.
+
+    Args:
+        parameters: The protected ones.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,395 @@
+"""The private training step under Lightning, against hand-made DP-SGD."""
+
+import copy
+import json
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from toy import ToyData, ToyModule, ZeroNoise, checkpointing, privacy, trainer
+
+from dprc_lightning import DPRCModule, PerformanceConfig
+from dprc_lightning.accounting import Ledger
+from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
+from dprc_lightning.errors import (
+    ConfigurationError,
+    LedgerError,
+    StepOrderError,
+    UnclippedGradientError,
+    UnprotectedStrategyError,
+)
+from dprc_lightning.keys import RunSecret
+from dprc_lightning.report import read_report
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def clipped_sgd(net, data, batches, clip, expected):
+    """One backward per record, clip, sum, divide by the EXPECTED batch size, SGD with learning rate 1."""
+    for indices in batches:
+        total = [torch.zeros_like(p) for p in net.parameters()]
+        for i in indices:
+            net.zero_grad()
+            nn.functional.cross_entropy(net(data.x[i : i + 1]) * 5, data.y[i : i + 1]).backward()
+            norm = torch.sqrt(sum(p.grad.square().sum() for p in net.parameters()))
+            for t, p in zip(total, net.parameters()):
+                t += p.grad * min(clip / float(norm), 1.0)
+        with torch.no_grad():
+            for t, p in zip(total, net.parameters()):
+                p -= t / expected
+
+
+class Batches(pl.Callback):
+    def __init__(self):
+        self.sampler = None
+
+    def on_train_start(self, trainer, module):
+        self.sampler = module.private_run.sampler()
+
+
+@pytest.mark.parametrize("physical", [3, 100])
+def test_steps_equal_dp_sgd_by_hand(tmp_path, physical):
+    module, data, seen = ToyModule(privacy(), PerformanceConfig(physical_batch_size=physical)), ToyData(), Batches()
+    reference = copy.deepcopy(module.net)
+    trainer(tmp_path, ZeroNoise(), callbacks=[seen]).fit(module, datamodule=data)
+    assert module.sequences == [0, 1, 2, 3]
+    batches = [seen.sampler.batch(s).tolist() for s in range(4)]
+    assert module.batch_sizes == [len(b) for b in batches] and len(set(map(tuple, batches))) > 1
+    clipped_sgd(reference, data, batches, clip=0.5, expected=0.25 * 40)
+    for p, q in zip(module.net.parameters(), reference.parameters()):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_the_threshold_changes_the_update(tmp_path):
+    outcomes = []
+    for clip in (0.5, 0.05):
+        module = ToyModule(privacy(max_grad_norm=clip, sample_rate=1.0))
+        start = copy.deepcopy(module.net.state_dict())
+        trainer(tmp_path / str(clip), ZeroNoise()).fit(module, datamodule=ToyData())
+        outcomes.append(sum((p - start[n]).square().sum() for n, p in module.net.state_dict().items()).sqrt())
+    assert outcomes[1] < 0.3 * outcomes[0]
+
+
+def test_noise_has_its_standard_deviation_and_one_draw_per_element(tmp_path):
+    """Nothing but noise moves the parameters here: no record is ever drawn."""
+    module = ToyModule(privacy(sample_rate=1e-9, noise_multiplier=0.8, steps=1), width=4000)
+    start = copy.deepcopy(module.net.state_dict())
+    trainer(tmp_path).fit(module, datamodule=ToyData())
+    assert module.batch_sizes == [0]
+    moved = torch.cat([(p - start[n]).flatten() for n, p in module.net.state_dict().items()]).double().numpy()
+    std = 0.8 * 0.5 / (1e-9 * 40)  # sigma C / E[B], learning rate 1
+    assert abs(moved.std() / std - 1) < 4 / np.sqrt(2 * len(moved))
+    assert stats.kstest(moved / std, "norm").pvalue > 1e-4
+    # float32 has 2^24 values per binade: a few of 24,002 draws coincide by chance, a repeated block would not.
+    assert len(np.unique(moved)) > 0.99 * len(moved)
+
+
+def test_an_empty_batch_is_a_step_like_any_other(tmp_path):
+    module = ToyModule(privacy(sample_rate=1e-9, steps=3))
+    before = copy.deepcopy(module.net.state_dict())
+    run = trainer(tmp_path)
+    run.fit(module, datamodule=ToyData())
+    assert module.batch_sizes == [0, 0, 0]
+    assert run.global_step == 3
+    assert Ledger.open(tmp_path, read_only=True).steps == 3
+    assert all(not torch.equal(p, before[n]) for n, p in module.net.state_dict().items())
+
+
+def test_huge_noise_destroys_accuracy(tmp_path):
+    accuracies = {}
+    for sigma in (0.3, 300.0):
+        module = ToyModule(privacy(noise_multiplier=sigma, steps=20, sample_rate=0.5, allow_large_delta=True))
+        run = trainer(tmp_path / str(sigma))
+        run.fit(module, datamodule=ToyData(400))
+        data = ToyData(400)
+        with torch.no_grad():
+            accuracies[sigma] = [float((module.net(data.x).argmax(-1) == data.y).float().mean())]
+    assert accuracies[0.3][0] > 0.9
+    assert accuracies[300.0][0] < 0.85
+
+
+def test_the_users_seed_decides_nothing_private(tmp_path):
+    """Same seed, two runs: other batches, other noise, other projections."""
+    ends, batches = [], []
+    for name in ("a", "b"):
+        pl.seed_everything(7, verbose=False)
+        module = ToyModule(privacy(estimator="hutchinson", sketch_dim=32))
+        trainer(tmp_path / name).fit(module, datamodule=ToyData())
+        ends.append(torch.cat([p.detach().flatten() for p in module.net.parameters()]))
+        batches.append(tuple(module.batch_sizes))
+    assert not torch.allclose(ends[0], ends[1], atol=1e-3)
+    # With the noise gone, batches and projections still differ.
+    ends = []
+    for name in ("c", "d"):
+        pl.seed_everything(7, verbose=False)
+        module = ToyModule(privacy(estimator="hutchinson", sketch_dim=32, sample_rate=1.0, steps=1))
+        trainer(tmp_path / name, ZeroNoise()).fit(module, datamodule=ToyData())
+        ends.append(torch.cat([p.detach().flatten() for p in module.net.parameters()]))
+    assert not torch.allclose(ends[0], ends[1], atol=1e-5)
+
+
+def test_projection_batch_and_ledger_share_their_numbers(tmp_path):
+    module = ToyModule(privacy(estimator="hutchinson", sketch_dim=32))
+    begun = []
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer, module):
+            inner = module.handle._state.projections
+            begin = inner.begin_step
+            inner.begin_step = lambda index: (begun.append(index), begin(index))
+
+    trainer(tmp_path, callbacks=[Watch()]).fit(module, datamodule=ToyData())
+    assert begun == module.sequences == [0, 1, 2, 3]
+    assert Ledger.open(tmp_path, read_only=True).next_sequence == 4
+
+
+def test_dropout_masks_come_from_a_secret_stream(tmp_path):
+    masks = []
+
+    class Dropped(ToyModule):
+        def per_sample_loss(self, batch):
+            masks.append(nn.functional.dropout(torch.ones(64), 0.5))
+            return super().per_sample_loss(batch)
+
+    for name in ("a", "b"):
+        pl.seed_everything(7, verbose=False)
+        trainer(tmp_path / name, ZeroNoise()).fit(
+            Dropped(privacy(sample_rate=1.0, steps=1), PerformanceConfig(physical_batch_size=40)), datamodule=ToyData()
+        )
+    assert len(masks) == 2 and not torch.equal(masks[0], masks[1])
+
+
+def test_schedulers_step_once_per_logical_step(tmp_path):
+    class Scheduled(ToyModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    module = Scheduled(privacy())
+    run = trainer(tmp_path, ZeroNoise())
+    run.fit(module, datamodule=ToyData())
+    assert run.strategy.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.5**4]
+
+
+class TestBaseline:
+    def test_it_neither_clips_nor_spends_and_says_so(self, tmp_path, capsys):
+        module, data = ToyModule(privacy(baseline_without_privacy=True, sample_rate=1.0, steps=1)), ToyData()
+        reference = copy.deepcopy(module.net)
+        trainer(tmp_path).fit(module, datamodule=data)
+        nn.functional.cross_entropy(reference(data.x) * 5, data.y).backward()
+        with torch.no_grad():
+            for p, q in zip(module.net.parameters(), reference.parameters()):
+                assert torch.allclose(p, q - q.grad, atol=1e-6)
+        report = read_report(tmp_path)
+        assert report["private"] is False and report["epsilon"] is None
+        assert not (tmp_path / "ledger.jsonl").exists() and not (tmp_path / "secret.key").exists()
+        assert "NOT PRIVATE" in capsys.readouterr().out
+        assert "NOT PRIVATE" in (tmp_path / "report.md").read_text()
+
+
+class TestReport:
+    def test_what_it_holds(self, tmp_path, capsys):
+        module = ToyModule(privacy(estimator="hutchinson", sketch_dim=32))
+        run = trainer(tmp_path, limit_val_batches=1.0)
+        run.fit(module, datamodule=ToyData())
+        run.test(module, datamodule=ToyData(), verbose=False)
+        report = read_report(tmp_path)
+        epsilon = report["epsilon"]
+        assert 0 < epsilon["lower"] <= epsilon["estimate"] <= epsilon["upper"] and epsilon["delta"] == 1e-3
+        assert report["steps"] == 4 and report["private"] and report["status"] == "finished"
+        assert {p["parameter"]: p["estimator"] for p in report["parameters"]} == {
+            "net.0.weight": "hutchinson",
+            "net.0.bias": "exact",
+            "net.2.weight": "hutchinson",
+            "net.2.bias": "exact",
+        }
+        assert {"val/accuracy", "test/accuracy"} <= set(report["metrics"])
+        assert report["cost"]["measured_steps"] == 4 and report["cost"]["peak_memory_bytes"] > 1e7
+        text = (tmp_path / "report.md").read_text()
+        assert f"{epsilon['upper']:.4f}" in text and "net.{0,2}.weight" in text
+        said = capsys.readouterr().out
+        assert f"upper {epsilon['upper']:.4f}" in said
+
+    def test_a_test_stream_is_named(self, tmp_path):
+        trainer(tmp_path, ZeroNoise()).fit(ToyModule(privacy()), datamodule=ToyData())
+        report = read_report(tmp_path)
+        assert not report["private"] and "tests" in report["not_private_because"]
+
+    def test_an_error_in_the_middle(self, tmp_path):
+        module = ToyModule(privacy())
+        module.fail_at = 2
+        with pytest.raises(RuntimeError, match="switched off"):
+            trainer(tmp_path).fit(module, datamodule=ToyData())
+        report = read_report(tmp_path)
+        assert report["steps"] == 2 and report["status"] == "stopped by RuntimeError"
+        assert report["epsilon"]["upper"] > 0
+
+    def test_no_secret_leaves_its_file(self, tmp_path):
+        module = ToyModule(privacy())
+        trainer(tmp_path, **checkpointing(tmp_path)).fit(module, datamodule=ToyData())
+        secret = (tmp_path / "secret.key").read_bytes()
+        assert len(secret) == 32
+        files = [f for f in tmp_path.rglob("*") if f.is_file() and f.name != "secret.key"]
+        assert any(f.suffix == ".ckpt" for f in files)
+        for file in files:
+            content = file.read_bytes()
+            assert secret not in content and secret.hex().encode() not in content, file
+
+
+class TestResume:
+    def interrupted(self, folder):
+        module = ToyModule(privacy())
+        module.fail_at = 3
+        with pytest.raises(RuntimeError):
+            trainer(folder, **checkpointing(folder)).fit(module, datamodule=ToyData())
+        return module
+
+    def test_it_goes_on_with_new_numbers_and_stops_within_the_budget(self, tmp_path):
+        self.interrupted(tmp_path)
+        secret = RunSecret.load(tmp_path).subkey
+        again = ToyModule(privacy())
+        # Step 2 is in the ledger but in no checkpoint: it is spent, and must not be drawn again.
+        checkpoint = tmp_path / "checkpoints" / "step=2.ckpt"
+        assert checkpoint.exists() and not (tmp_path / "checkpoints" / "step=3.ckpt").exists()
+        run = trainer(tmp_path, **checkpointing(tmp_path))
+        run.fit(again, datamodule=ToyData(), ckpt_path=checkpoint, weights_only=True)
+        assert again.sequences == [3]
+        assert Ledger.open(tmp_path, read_only=True).steps == 4
+        assert RunSecret.load(tmp_path).subkey is not secret
+
+    def test_a_fresh_start_in_a_used_folder_is_refused(self, tmp_path):
+        self.interrupted(tmp_path)
+        with pytest.raises(Exception, match="choose another|never replaced"):
+            trainer(tmp_path).fit(ToyModule(privacy()), datamodule=ToyData())
+        assert Ledger.open(tmp_path, read_only=True).steps == 3
+
+    def test_another_mechanism_is_refused(self, tmp_path):
+        self.interrupted(tmp_path)
+        for changes in ({"noise_multiplier": 0.5}, {"sample_rate": 0.1}):
+            with pytest.raises(ConfigurationError, match="configuration it began with"):
+                trainer(tmp_path).fit(
+                    ToyModule(privacy(**changes)),
+                    datamodule=ToyData(),
+                    ckpt_path=tmp_path / "checkpoints" / "step=2.ckpt",
+                    weights_only=True,
+                )
+
+    def test_a_missing_or_shortened_ledger_is_refused(self, tmp_path):
+        self.interrupted(tmp_path)
+        checkpoint = tmp_path / "checkpoints" / "step=2.ckpt"
+        ledger = tmp_path / "ledger.jsonl"
+        lines = ledger.read_text().splitlines(keepends=True)
+        ledger.write_text("".join(lines[:2]))
+        with pytest.raises(LedgerError, match="does not contain"):
+            trainer(tmp_path).fit(ToyModule(privacy()), datamodule=ToyData(), ckpt_path=checkpoint, weights_only=True)
+        ledger.unlink()
+        with pytest.raises(LedgerError, match=r"no ledger\.jsonl"):
+            trainer(tmp_path).fit(ToyModule(privacy()), datamodule=ToyData(), ckpt_path=checkpoint, weights_only=True)
+
+
+class TestRefusals:
+    def test_an_unprotected_strategy(self, tmp_path):
+        with pytest.raises(UnprotectedStrategyError, match="dprc_single"):
+            trainer(tmp_path, strategy="auto").fit(ToyModule(privacy()), datamodule=ToyData())
+
+    def test_a_module_that_is_none_of_ours(self, tmp_path):
+        class Ordinary(pl.LightningModule):
+            def training_step(self, batch, batch_idx):
+                return None
+
+            def configure_optimizers(self):
+                return None
+
+        with pytest.raises(ConfigurationError, match="DPRCModule"):
+            trainer(tmp_path).fit(Ordinary(), train_dataloaders=[0])
+
+    def test_all_problems_at_once(self, tmp_path):
+        bad = privacy(delta=0.5, max_grad_norm=-1.0, epochs=3, noise_multiplier=None)
+        module = ToyModule(bad, PerformanceConfig(physical_batch_size=0))
+        with pytest.raises(ConfigurationError) as caught:
+            trainer(tmp_path, max_steps=2).fit(module, datamodule=ToyData())
+        message = str(caught.value)
+        for part in (
+            "privacy.delta=0.5",
+            "privacy.max_grad_norm=-1.0",
+            "privacy.steps or privacy.epochs: both",
+            "privacy.epsilon or privacy.noise_multiplier: neither",
+            "performance.physical_batch_size=0",
+            "trainer.max_steps=2",
+        ):
+            assert part in message
+        assert not list(tmp_path.glob("*"))
+
+    def test_a_plain_loader(self, tmp_path):
+        with pytest.raises(ConfigurationError, match="DPRCDataModule"):
+            trainer(tmp_path).fit(ToyModule(privacy()), train_dataloaders=[0])
+
+    def test_two_optimizers(self, tmp_path):
+        class Two(ToyModule):
+            def configure_optimizers(self):
+                return [torch.optim.SGD(m.parameters(), lr=1.0) for m in (self.net[0], self.net[2])]
+
+        with pytest.raises(ConfigurationError, match="exactly one"):
+            trainer(tmp_path).fit(Two(privacy()), datamodule=ToyData())
+
+    def test_a_step_of_the_users_own(self, tmp_path):
+        class Own(pl.Callback):
+            def on_train_batch_end(self, trainer, module, *_):
+                trainer.optimizers[0].step()
+
+        with pytest.raises(UnclippedGradientError, match="outside of the library"):
+            trainer(tmp_path, callbacks=[Own()]).fit(ToyModule(privacy()), datamodule=ToyData())
+
+    def test_a_backward_of_the_users_own(self, tmp_path):
+        class Own(ToyModule):
+            def per_sample_loss(self, batch):
+                super().per_sample_loss(batch).sum().backward()
+                return super().per_sample_loss(batch)
+
+        with pytest.raises(UnclippedGradientError, match="not clipped"):
+            trainer(tmp_path).fit(Own(privacy(sample_rate=1.0)), datamodule=ToyData())
+
+    def test_a_batch_of_another_step(self, tmp_path):
+        class Foreign(ToyModule):
+            def training_step(self, batch, batch_idx):
+                super().training_step(LogicalBatch(batch.sequence + 1, batch.micro_batches), batch_idx)
+
+        with pytest.raises(StepOrderError, match="ledger is at step 0"):
+            trainer(tmp_path).fit(Foreign(privacy()), datamodule=ToyData())
+
+    def test_what_must_be_written(self):
+        with pytest.raises(ConfigurationError, match="per_sample_loss"):
+            DPRCModule(privacy()).per_sample_loss(None)
+        with pytest.raises(ConfigurationError, match="train_dataset"):
+            DPRCDataModule().train_dataset()
+
+
+def test_the_model_is_an_ordinary_one_afterwards(tmp_path):
+    module = ToyModule(privacy())
+    trainer(tmp_path).fit(module, datamodule=ToyData())
+    assert type(module.net[0]) is nn.Linear
+    module.net(torch.randn(2, 3)).sum().backward()
+
+
+def test_the_ledger_is_written_before_anything_of_the_step_happens(tmp_path):
+    seen = []
+
+    class Watch(ToyModule):
+        def per_sample_loss(self, batch):
+            lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
+            seen.append((len(self.sequences), json.loads(lines[-1])["sequence"]))
+            return super().per_sample_loss(batch)
+
+    trainer(tmp_path).fit(Watch(privacy(sample_rate=1.0)), datamodule=ToyData())
+    assert {s for s in seen} == {(i, i - 1) for i in range(1, 5)}
+
+
+def test_workers_prepare_the_same_batches(tmp_path):
+    module = ToyModule(privacy(), PerformanceConfig(physical_batch_size=3, num_workers=1))
+    seen = Batches()
+    trainer(tmp_path, ZeroNoise(), callbacks=[seen]).fit(module, datamodule=ToyData())
+    assert module.sequences == [0, 1, 2, 3]
+    assert module.batch_sizes == [len(seen.sampler.batch(s)) for s in range(4)]
