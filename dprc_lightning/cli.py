@@ -60,7 +60,9 @@ def _light(arguments: list[str]) -> int:
     _mechanism(calibrate)
     calibrate.set_defaults(run=_calibrate)
 
-    epsilon = commands.add_parser("epsilon", help="the epsilon of a noise multiplier: lower bound, estimate, upper bound")
+    epsilon = commands.add_parser(
+        "epsilon", help="the epsilon of a noise multiplier: lower bound, estimate, upper bound"
+    )
     epsilon.add_argument("--noise_multiplier", type=float, required=True, help="sigma")
     _mechanism(epsilon)
     epsilon.set_defaults(run=_epsilon)
@@ -82,7 +84,9 @@ def _mechanism(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delta", type=float, required=True, help="at most 1 / number of training records")
     parser.add_argument("--sample_rate", type=float, required=True, help="q: probability of a record to be in a batch")
     parser.add_argument("--steps", type=int, required=True, help="logical steps")
-    parser.add_argument("--sketch_dim", type=int, default=None, help="k, columns of the projection; exact norms without")
+    parser.add_argument(
+        "--sketch_dim", type=int, default=None, help="k, columns of the projection; exact norms without"
+    )
     parser.add_argument("--projection", default="gaussian", help="distribution of the projection's entries")
     parser.add_argument("--bound", choices=("best", "convex", "envelope"), default="best", help="law of the clipping")
     parser.add_argument("--format", choices=("table", "json"), default="table")

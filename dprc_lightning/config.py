@@ -70,7 +70,9 @@ class PrivacyConfig:
         steps = self.steps if self.steps is not None else math.ceil(_given(self.epochs) / rate)
         sigma = 0.0
         if not self.baseline_without_privacy:
-            sigma = self.noise_multiplier if self.noise_multiplier is not None else self._calibrate(rate, steps, sketch_dim)
+            sigma = (
+                self.noise_multiplier if self.noise_multiplier is not None else self._calibrate(rate, steps, sketch_dim)
+            )
         return ResolvedPrivacy(
             noise_multiplier=sigma,
             max_grad_norm=self.max_grad_norm,

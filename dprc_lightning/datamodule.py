@@ -127,10 +127,7 @@ class DPRCDataModule(pl.LightningDataModule):
     eval_batch_size: int = 64
 
     def train_dataset(self) -> SizedDataset:
-        """The private records, map-style.
-
-        Returns:
-            The data set. Its length is declared public.
+        """The private records, map-style. Their number is declared public.
 
         Raises:
             ConfigurationError: Not written.
@@ -144,6 +141,10 @@ class DPRCDataModule(pl.LightningDataModule):
     def test_dataset(self) -> SizedDataset | None:
         """Records for `test`, not protected; None for no test."""
         return None
+
+    def report_facts(self) -> dict[str, Any]:
+        """What the report says of the data: public facts only."""
+        return {}
 
     def collate_fn(self, records: list[Any]) -> Any:
         """Make a batch of records.
@@ -165,10 +166,13 @@ class DPRCDataModule(pl.LightningDataModule):
         Raises:
             ConfigurationError: The module is no DPRCModule.
         """
-        run = getattr(self.trainer.lightning_module if self.trainer else None, "private_run", None)
+        module: Any = self.trainer.lightning_module if self.trainer else None
+        run = getattr(module, "private_run", None)
         if not isinstance(run, PrivateRun):
-            raise ConfigurationError(["DPRCDataModule: its train loader works with a DPRCModule under trainer.fit only"])
-        performance: PerformanceConfig = self.trainer.lightning_module.performance
+            raise ConfigurationError([
+                "DPRCDataModule: its train loader works with a DPRCModule under trainer.fit only"
+            ])
+        performance: PerformanceConfig = module.performance
         batches = LogicalBatches(self.train_dataset(), self.collate_fn, run.sampler(), performance)
         workers = performance.num_workers
         return DataLoader(

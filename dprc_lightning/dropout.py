@@ -1,7 +1,8 @@
 """Torch's global generators, seeded from a secret stream for the length of a logical step.
 
-Dropout draws from them. With a seed that the user knows, masks by batch position would let one more record change every
-other record's gradient in a known way, which the accounting does not cover. With iid masks from a secret stream it does.
+Dropout draws from them. With a seed that the user knows, masks by batch position would let one more record change the
+other records' gradients in a known way, which the accounting does not cover. Masks that are iid over records, from a
+secret stream, it does cover.
 """
 
 from collections.abc import Iterator

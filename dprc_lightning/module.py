@@ -24,8 +24,8 @@ CHECKPOINT_KEY = "dprc_lightning"
 class DPRCModule(pl.LightningModule):
     """Write `per_sample_loss` and `configure_optimizers`; the private training step belongs to the library.
 
-    Guarantee: one logical step is subsampled DP-SGD with randomized clipping (arXiv 2605.24879) as the accountant counts
-    it. (1) The ledger has the step before anything of it is drawn, and its number selects batch, projection and
+    Guarantee: one logical step is subsampled DP-SGD with randomized clipping (arXiv 2605.24879) as the accountant
+    counts it. (1) The ledger has the step before anything of it is drawn, and its number selects batch, projection and
     dropout. (2, 3) All records of the logical batch share one projection P, and a record's norm depends on that
     record, the parameters and P alone, if `per_sample_loss` keeps the records apart. (4) Each gradient is scaled by
     min(C / norm, 1) and the sum by the constant 1 / (q N), never by the realised batch size. (5) The strategy adds
@@ -47,13 +47,10 @@ class DPRCModule(pl.LightningModule):
         self._resumed_from: dict[str, Any] | None = None
 
     def per_sample_loss(self, batch: Any) -> Tensor:
-        """One loss per record. Each may depend on its own record and the parameters, on nothing else of the batch.
+        """One loss per record, [B]. Each may depend on its own record and the parameters, on nothing else of the batch.
 
         Args:
             batch: What `DPRCDataModule.collate_fn` returned, on the model's device.
-
-        Returns:
-            Losses [B], connected to the trainable parameters.
 
         Raises:
             ConfigurationError: Not written.
@@ -206,17 +203,17 @@ class DPRCModule(pl.LightningModule):
         steps = self.privacy.steps
         if steps is not None and self.trainer.max_steps not in (-1, steps):
             problems.append(
-                f"trainer.max_steps={self.trainer.max_steps}: privacy.steps={steps} decides; leave trainer.max_steps out"
+                f"trainer.max_steps={self.trainer.max_steps}: privacy.steps={steps} decides; leave max_steps out"
             )
         if problems:
             raise ConfigurationError(problems)
         return num_records
 
     def _run_folder(self, resuming: bool) -> Path:
-        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        folder = Path(str(self.trainer.log_dir or self.trainer.default_root_dir))
         if resuming and not (folder / "ledger.jsonl").exists():
             # A logger opens a new version folder; the run's own is where its checkpoints lie.
-            own = Path(self.trainer.ckpt_path).resolve().parent.parent
+            own = Path(str(self.trainer.ckpt_path)).resolve().parent.parent
             if (own / "ledger.jsonl").exists():
                 return own
             if not self.privacy.baseline_without_privacy:

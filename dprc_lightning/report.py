@@ -138,7 +138,9 @@ def _results(report: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> 
 def _label(report: Mapping[str, Any]) -> str:
     sketched = sum(p["numel"] for p in report["parameters"] if p["estimator"] != "exact")
     exact = sum(p["numel"] for p in report["parameters"] if p["estimator"] == "exact")
-    trained = f"{sketched + exact:,} parameters" if report["private"] else f"{report['trainable_parameters']:,} parameters"
+    trained = (
+        f"{sketched + exact:,} parameters" if report["private"] else f"{report['trainable_parameters']:,} parameters"
+    )
     return f"{report['name']} ({trained})"
 
 
@@ -161,8 +163,10 @@ def _grouped(names: Sequence[str]) -> list[str]:
         parts = name.split(".")
         key = tuple("*" if p.isdigit() else p for p in parts)
         groups.setdefault(key, []).append(next((p for p in parts if p.isdigit()), ""))
-    return [".".join(key).replace("*", "{" + ",".join(numbers) + "}") if "*" in key else ".".join(key)
-            for key, numbers in groups.items()]
+    return [
+        ".".join(key).replace("*", "{" + ",".join(numbers) + "}") if "*" in key else ".".join(key)
+        for key, numbers in groups.items()
+    ]
 
 
 def _cost(report: Mapping[str, Any]) -> list[str]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from dprc_lightning.accounting.events import StepEvent
 from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger
 from dprc_lightning.config import ResolvedPrivacy
-from dprc_lightning.errors import ConfigurationError, LedgerError, SecretError
-from dprc_lightning.keys import KEY_BYTES, Domain, RunSecret
+from dprc_lightning.errors import ConfigurationError, LedgerError
+from dprc_lightning.keys import KEY_BYTES, SECRET_NAME, Domain, RunSecret
 from dprc_lightning.sampling import PoissonBatchSampler
 
 
@@ -54,8 +54,8 @@ class PrivateRun:
         """
         if self.steps_left < 1:
             raise LedgerError(
-                f"{self.folder}: all {self.resolved.steps} steps of the privacy budget are spent; more steps need a new "
-                "calibration (privacy.steps) and a new run"
+                f"{self.folder}: all {self.resolved.steps} steps of the privacy budget are spent; "
+                "more steps need a new calibration (privacy.steps) and a new run"
             )
         if self.ledger is None:
             self._count += 1
@@ -106,17 +106,15 @@ def open_secret(folder: Path, *, private: bool, resuming: bool) -> RunSecret:
     Returns:
         The stored secret of a resumed run, else a new one. A resumed run that lost its secret goes on with new streams;
         the ledger still counts.
+
+    Raises:
+        SecretError: The secret is there but cannot be used, or none can be stored.
     """
     if not private:
         return RunSecret(os.urandom(KEY_BYTES))
     folder.mkdir(parents=True, exist_ok=True)
-    if resuming:
-        try:
-            return RunSecret.load(folder)
-        except SecretError as error:
-            if (folder / "secret.key").exists():
-                raise
-            del error
+    if resuming and os.path.lexists(folder / SECRET_NAME):
+        return RunSecret.load(folder)
     return RunSecret.create(folder)
 
 
@@ -135,9 +133,9 @@ def start_ledger(folder: Path, resolved: ResolvedPrivacy) -> Ledger:
     """
     path = folder / LEDGER_NAME
     if path.exists():
-        raise ConfigurationError(
-            [f"run folder {folder}: it holds the ledger of an earlier run; resume it with --ckpt_path, or choose another"]
-        )
+        raise ConfigurationError([
+            f"run folder {folder}: it holds the ledger of an earlier run; resume it with --ckpt_path, or choose another"
+        ])
     return Ledger.create(path, {"mechanism": resolved.to_dict()})
 
 
@@ -160,10 +158,8 @@ def resume_ledger(folder: Path, resolved: ResolvedPrivacy, head: str | None) -> 
     changed = [event for event, _ in ledger.spent() if event != now]
     if changed or ledger.meta.get("mechanism", {}).get("num_records") != resolved.num_records:
         ledger.close()
-        raise ConfigurationError(
-            [
-                f"run folder {folder}: its ledger counts steps {changed[0] if changed else ledger.meta} but this "
-                f"configuration makes {now} on {resolved.num_records} records; resume with the configuration it began with"
-            ]
-        )
+        raise ConfigurationError([
+            f"run folder {folder}: its ledger counts steps {changed[0] if changed else ledger.meta} but this "
+            f"configuration makes {now} on {resolved.num_records} records; resume with the configuration it began with"
+        ])
     return ledger

@@ -180,13 +180,11 @@ def brute_force(case: Case, model: nn.Module, batch: Batch) -> list[dict[str, Te
         alone = {k: v[i : i + 1].double() if v.is_floating_point() else v[i : i + 1] for k, v in batch.items()}
         reference.zero_grad(set_to_none=True)
         case.losses(reference, alone).sum().backward()
-        gradients.append(
-            {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for name, p in reference.named_parameters()
-                if p.requires_grad
-            }
-        )
+        gradients.append({
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in reference.named_parameters()
+            if p.requires_grad
+        })
     return gradients
 
 
@@ -197,4 +195,4 @@ def brute_force_norms(gradients: list[dict[str, Tensor]]) -> Tensor:
 def brute_force_clipped_sum(gradients: list[dict[str, Tensor]], max_grad_norm: float) -> dict[str, Tensor]:
     norms = brute_force_norms(gradients)
     factors = [min(max_grad_norm / float(n), 1.0) if n > 0 else 1.0 for n in norms]
-    return {name: sum(f * record[name] for f, record in zip(factors, gradients)) for name in gradients[0]}
+    return {name: sum(f * record[name] for f, record in zip(factors, gradients, strict=True)) for name in gradients[0]}

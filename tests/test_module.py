@@ -35,10 +35,10 @@ def clipped_sgd(net, data, batches, clip, expected):
             net.zero_grad()
             nn.functional.cross_entropy(net(data.x[i : i + 1]) * 5, data.y[i : i + 1]).backward()
             norm = torch.sqrt(sum(p.grad.square().sum() for p in net.parameters()))
-            for t, p in zip(total, net.parameters()):
+            for t, p in zip(total, net.parameters(), strict=True):
                 t += p.grad * min(clip / float(norm), 1.0)
         with torch.no_grad():
-            for t, p in zip(total, net.parameters()):
+            for t, p in zip(total, net.parameters(), strict=True):
                 p -= t / expected
 
 
@@ -59,7 +59,7 @@ def test_steps_equal_dp_sgd_by_hand(tmp_path, physical):
     batches = [seen.sampler.batch(s).tolist() for s in range(4)]
     assert module.batch_sizes == [len(b) for b in batches] and len(set(map(tuple, batches))) > 1
     clipped_sgd(reference, data, batches, clip=0.5, expected=0.25 * 40)
-    for p, q in zip(module.net.parameters(), reference.parameters()):
+    for p, q in zip(module.net.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
 
 
@@ -181,7 +181,7 @@ class TestBaseline:
         trainer(tmp_path).fit(module, datamodule=data)
         nn.functional.cross_entropy(reference(data.x) * 5, data.y).backward()
         with torch.no_grad():
-            for p, q in zip(module.net.parameters(), reference.parameters()):
+            for p, q in zip(module.net.parameters(), reference.parameters(), strict=True):
                 assert torch.allclose(p, q - q.grad, atol=1e-6)
         report = read_report(tmp_path)
         assert report["private"] is False and report["epsilon"] is None

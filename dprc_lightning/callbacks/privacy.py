@@ -9,9 +9,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dprc_lightning.accounting import Accountant, StepEvent, epsilon_schedule
+from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.module import DPRCModule
 from dprc_lightning.report import ASSUMPTIONS, FORMAT_VERSION, JSON_NAME, read_report, versions, write_report
 from dprc_lightning.run import step_event
@@ -172,7 +174,8 @@ def _build(trainer: pl.Trainer, module: DPRCModule, plan: list[dict[str, Any]], 
     spent = run.ledger.spent() if run.ledger else []
     bounds = Accountant((StepEvent.from_dict(event), count) for event, count in spent).epsilon(run.resolved.delta)
     steps = module.clock.steps
-    facts = getattr(getattr(trainer, "datamodule", None), "report_facts", dict)()
+    datamodule = getattr(trainer, "datamodule", None)
+    facts: dict[str, Any] = datamodule.report_facts() if isinstance(datamodule, DPRCDataModule) else {}
     return {
         "format": FORMAT_VERSION,
         "name": run.folder.parent.name if run.folder.name.startswith("version_") else run.folder.name,
@@ -208,8 +211,8 @@ def _paths(trainer: pl.Trainer, folder: Path) -> dict[str, str]:
     paths = {"run folder": str(folder), "report": str(folder / "report.md"), "ledger": str(folder / "ledger.jsonl")}
     if not (folder / "ledger.jsonl").exists():
         del paths["ledger"]
-    if checkpoint is not None and getattr(checkpoint, "best_model_path", ""):
-        paths["checkpoint"] = checkpoint.best_model_path  # type: ignore[attr-defined]
+    if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
+        paths["checkpoint"] = checkpoint.best_model_path
     if trainer.logger is not None and trainer.log_dir:
         paths["TensorBoard log"] = f"tensorboard --logdir {trainer.log_dir}"
     return paths
@@ -238,25 +241,26 @@ def _opening(module: DPRCModule, plan: list[dict[str, Any]], epsilons: list[floa
         return f"NOT PRIVATE (privacy.baseline_without_privacy=true): no clipping, no noise. {batch}."
     sketched = [p for p in plan if p["estimator"] != "exact"]
     exact = [p for p in plan if p["estimator"] == "exact"]
-    return "\n".join(
-        [
-            f"Private run in {run.folder}",
-            f"  epsilon <= {epsilons[-1]:.4f} at delta {r.delta:g}, after {batch}",
-            f"  noise multiplier {r.noise_multiplier:.4f}, clipping at {r.max_grad_norm:g}, estimator {r.estimator}",
-            f"  sketched norms (k = {r.sketch_dim}): {len(sketched)} tensors, {sum(p['numel'] for p in sketched):,} parameters",
-            f"  exact norms: {len(exact)} tensors, {sum(p['numel'] for p in exact):,} parameters",
-        ]
-    )
+    return "\n".join([
+        f"Private run in {run.folder}",
+        f"  epsilon <= {epsilons[-1]:.4f} at delta {r.delta:g}, after {batch}",
+        f"  noise multiplier {r.noise_multiplier:.4f}, clipping at {r.max_grad_norm:g}, estimator {r.estimator}",
+        f"  sketched norms (k = {r.sketch_dim}): {_tensors(sketched)}",
+        f"  exact norms: {_tensors(exact)}",
+    ])
+
+
+def _tensors(rows: list[dict[str, Any]]) -> str:
+    return f"{len(rows)} tensors, {sum(row['numel'] for row in rows):,} parameters"
 
 
 def _closing(report: dict[str, Any]) -> str:
     if not report["private"]:
         return f"NOT PRIVATE: {report['not_private_because']}. Report: {report['paths']['report']}"
     e = report["epsilon"]
-    return (
-        f"epsilon at delta {e['delta']:g}: lower {e['lower']:.4f}, estimate {e['estimate']:.4f}, upper {e['upper']:.4f} "
-        f"after {report['steps']} steps ({report['status']}). Report: {report['paths']['report']}"
-    )
+    bounds = ", ".join(f"{name} {e[name]:.4f}" for name in ("lower", "estimate", "upper"))
+    done = f"after {report['steps']} steps ({report['status']})"
+    return f"epsilon at delta {e['delta']:g}: {bounds} {done}. Report: {report['paths']['report']}"
 
 
 @rank_zero_only

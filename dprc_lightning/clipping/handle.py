@@ -210,8 +210,8 @@ def attach(
 
     Estimators: ``hutchinson`` sketches every matrix (vectors are exact); ``exact`` computes every norm; ``auto``
     computes a matrix [n0, n1] exactly where that takes no more memory than its sketch, n0 * n1 <= k * (n0 + n1), and
-    sketches the others: a rule of the weight's shape alone, because a rule that looked at the batch would let one record
-    decide how another one's norm is had.
+    sketches the others: a rule of the weight's shape alone, because a rule that looked at the batch would let one
+    record decide how another one's norm is had.
 
     Args:
         model: Any module whose trainable parameters all lie in supported layers.
@@ -289,7 +289,9 @@ def _find_owners(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, LayerRule
         where = f"module {label!r} ({type(module).__name__})"
         freeze = "freeze it (requires_grad=False), or replace the module by a supported one"
         if rule is None:
-            problems += [f"{where}, parameter {n!r}: no rule for per-record norms of this module; {freeze}" for n in trainable]
+            problems += [
+                f"{where}, parameter {n!r}: no rule for per-record norms of this module; {freeze}" for n in trainable
+            ]
             continue
         reason = rule.refuse(module)
         if reason is not None:

@@ -20,8 +20,8 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def causal_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Next-token cross entropy of each record: its own sum over its own count of labels.
 
-    A mean over the batch's valid tokens would make one record's gradient depend on the others' lengths. A record without
-    a single label has loss 0 and gradient 0, not NaN.
+    A mean over the batch's valid tokens would make one record's gradient depend on the others' lengths. A record
+    without a single label has loss 0 and gradient 0, not NaN.
 
     Args:
         logits: [B, T, vocabulary], any floating dtype; position t predicts label t + 1, as Hugging Face has it.

@@ -1,7 +1,7 @@
 """The paper's way to clip: one backward for the norms, a second one of the rescaled losses.
 
-Cost beside a non-private step, in matrix products: 1 forward + 1 dX + (1 dX + 1 dW) = 4/3, and the sketch; the norm pass
-computes no weight gradient. Source: arXiv 2605.24879, algorithm 1; the two passes go back to Lee & Kifer (arXiv
+Cost beside a non-private step, in matrix products: 1 forward + 1 dX + (1 dX + 1 dW) = 4/3, and the sketch; the norm
+pass computes no weight gradient. Source: arXiv 2605.24879, algorithm 1; the two passes go back to Lee & Kifer (arXiv
 2009.03106) and Li et al. (arXiv 2110.05679).
 """
 
@@ -18,7 +18,6 @@ from dprc_lightning.errors import (
     UnsupportedModuleError,
 )
 from dprc_lightning.layers import Mode, PassState
-
 
 _REENTRANT = (
     "no trainable layer of the attached model ran with gradients enabled: reentrant activation checkpointing "
@@ -80,6 +79,7 @@ def norm_pass(state: PassState, losses: Tensor) -> Tensor:
     Raises:
         LossShapeError: See `check_losses`; or a layer saw another batch size.
         UnsupportedModuleError: The model runs reentrant checkpointing.
+        RuntimeError: Whatever else autograd has to say.
     """
     check_losses(losses)
     if not state.anchors:

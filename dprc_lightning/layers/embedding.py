@@ -35,7 +35,9 @@ class _Lookup(torch.autograd.Function):
         if ctx.state.mode is Mode.NORM:
             ctx.state.add_factors(ctx.tracker, ids, output_gradient)
         else:
-            grad_weight = torch.ops.aten.embedding_dense_backward(output_gradient, ids, ctx.rows, -1, False).to(ctx.dtype)
+            grad_weight = torch.ops.aten.embedding_dense_backward(output_gradient, ids, ctx.rows, -1, False).to(
+                ctx.dtype
+            )
         return None, grad_weight, None, None, None, None
 
 

@@ -105,7 +105,7 @@ class InstrumentedLinear(nn.Linear):
 
 
 class LinearRule:
-    """Exactly `torch.nn.Linear`: a subclass may use its weight in ways that no swap sees (MultiheadAttention's does)."""
+    """Exactly `torch.nn.Linear`: a subclass may use its weight past its forward, as MultiheadAttention's does."""
 
     kinds = {"weight": "matrix", "bias": "vector"}
     sides: dict[str, int] = {}

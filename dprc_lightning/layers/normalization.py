@@ -1,6 +1,5 @@
 """RMSNorm, torch's and Hugging Face's: normalise natively, then one Function for the elementwise weight."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -81,13 +80,18 @@ def _hf_normalise(x: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-@cache
+# One class per original, so that models of one architecture share it.
+_HF_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _instrumented_hf(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         """Same values as the original class."""
         return _scale(self, _hf_normalise(hidden_states, self.variance_epsilon))  # type: ignore[arg-type]
 
-    return type(f"Instrumented{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
+    if cls not in _HF_CLASSES:
+        _HF_CLASSES[cls] = type(f"Instrumented{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
+    return _HF_CLASSES[cls]
 
 
 class HuggingFaceRMSNormRule:

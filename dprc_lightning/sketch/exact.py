@@ -1,4 +1,4 @@
-"""Exact squared norms of per-record gradients: the whole matrix (identity) or Gram matrices (ghost), whichever is cheaper.
+"""Exact squared norms of per-record gradients: the whole matrix (identity) or Gram matrices (ghost), the cheaper one.
 
 Both give the same number, so the choice may depend on the shapes of the micro-batch. The choice between an exact norm
 and a sketch may not: it changes the number, and the shapes depend on which other records were drawn.

@@ -72,6 +72,6 @@ def gram(a: Factors, b: Factors) -> Tensor:
 
 
 def _columns(dense: Tensor, ids: Tensor) -> Tensor:
-    """dense [B, T, n], ids [B, S] -> [B, T, S] with entry (t, s) = dense[t, ids[s]]."""
+    """Dense [B, T, n], ids [B, S] -> [B, T, S] with entry (t, s) = dense[t, ids[s]]."""
     index = ids.unsqueeze(1).expand(-1, dense.shape[1], -1)
     return torch.gather(dense, 2, index).float()

@@ -26,7 +26,7 @@ def cheaper_side(n0: int, n1: int) -> Side:
 
 
 def sketch(use: Factors, projection: Tensor, side: Side) -> Tensor:
-    """``Y_i = right_i^T (left_i P)`` (side 0) or ``left_i^T (right_i P)`` (side 1), so that ``E ||Y_i||_F^2 = ||g_i||_F^2``.
+    """``Y_i = right_i^T (left_i P)`` (side 0) or ``left_i^T (right_i P)`` (side 1): ``E ||Y_i||_F^2 = ||g_i||_F^2``.
 
     Guarantee: with P's entries iid N(0, 1/k), ``||Y_i||^2 / ||g_i||^2 = sum_j lambda_j chi2_j(k)/k`` with lambda the
     normalised spectrum of g_i: the family that the accountant's laws cover (arXiv 2605.24879, and
@@ -44,9 +44,8 @@ def sketch(use: Factors, projection: Tensor, side: Side) -> Tensor:
         [B, n_other, k], float32. Peak extra memory: [B, T, k] float32.
     """
     if side == 1:
-        if use.one_hot:
-            # left_i^T (right_i P) is a scatter over the vocabulary: V x k floats per record, never wanted.
-            raise AssertionError("an embedding's projection lies on the vocabulary side")
+        # left_i^T (right_i P) would be a scatter over the vocabulary: V x k floats per record, never wanted.
+        assert not use.one_hot, "an embedding's projection lies on the vocabulary side"
         return use.left.float().mT @ (use.right.float() @ projection)
     projected = projection[use.left] if use.one_hot else use.left.float() @ projection
     return use.right.float().mT @ projected

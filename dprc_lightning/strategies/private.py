@@ -126,16 +126,16 @@ class PrivateStrategy:
 
     def _prepare(self, module: Any) -> None:
         if not isinstance(module, PreparesPrivacy):
-            raise ConfigurationError(
-                [f"strategy {type(self).__name__}: it trains a DPRCModule only, not a {type(module).__name__}"]
-            )
+            raise ConfigurationError([
+                f"strategy {type(self).__name__}: it trains a DPRCModule only, not a {type(module).__name__}"
+            ])
         module.prepare_privacy()
 
     def _install_noise(self, optimizers: list[Optimizer]) -> None:
         if len(optimizers) != 1:
-            raise ConfigurationError(
-                [f"configure_optimizers returned {len(optimizers)} optimizers: exactly one is supported; use its groups"]
-            )
+            raise ConfigurationError([
+                f"configure_optimizers returned {len(optimizers)} optimizers: exactly one is supported; use its groups"
+            ])
         self.noise_hook.install(optimizers)
 
 

@@ -38,9 +38,9 @@ class PrivateSingleDeviceStrategy(PrivateStrategy, SingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) > 1:
-            raise ConfigurationError(
-                [f"trainer.devices={len(devices)}: strategy dprc_single runs one device; set trainer.devices=1"]
-            )
+            raise ConfigurationError([
+                f"trainer.devices={len(devices)}: strategy dprc_single runs one device; set trainer.devices=1"
+            ])
         if devices and not self._device_is_given:
             self._root_device = devices[0]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from dprc_lightning.clipping import classification_loss
@@ -62,7 +62,8 @@ class TextClassification(DPRCModule):
             compute_dtype=compute_dtype,
         )
         self.classifier.train()
-        self.accuracy = nn.ModuleDict({stage: MulticlassAccuracy(num_classes, average="micro") for stage in ("val_", "test_")})
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits.
@@ -99,11 +100,11 @@ class TextClassification(DPRCModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Accuracy on the validation set."""
-        self._evaluate(batch, "val")
+        self._evaluate(batch, "val/accuracy", self.val_accuracy)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Accuracy on the test set."""
-        self._evaluate(batch, "test")
+        self._evaluate(batch, "test/accuracy", self.test_accuracy)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Predicted classes.
@@ -117,10 +118,9 @@ class TextClassification(DPRCModule):
         """
         return self(batch).argmax(-1)
 
-    def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
-        accuracy = self.accuracy[f"{stage}_"]
+    def _evaluate(self, batch: dict[str, Tensor], name: str, accuracy: MulticlassAccuracy) -> None:
         accuracy.update(self(batch), batch["labels"])
-        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(batch["labels"]))  # type: ignore[arg-type]
+        self.log(name, accuracy, prog_bar=True, batch_size=len(batch["labels"]))
 
 
 class TextClassificationData(DPRCDataModule):

@@ -81,7 +81,7 @@ def test_micro_batches_under_one_projection_equal_one_batch(case: Case):
         losses = case.losses(split, {k: v[rows] for k, v in batch.items()})
         norms.append(b.norms(losses))
         b.clipped_backward(losses, max_grad_norm=0.5, norms=norms[-1])
-    for (name, p), q in zip(whole.named_parameters(), split.parameters()):
+    for (name, p), q in zip(whole.named_parameters(), split.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6), name
 
 
@@ -104,7 +104,8 @@ def test_weights_scale_and_backward_are_applied():
     assert seen == [torch.Size([])]
     for name, parameter in model.named_parameters():
         expected = sum(
-            0.25 * float(w) * min(0.1 / float(n), 1.0) * g[name] for w, n, g in zip(weights, norms, gradients)
+            0.25 * float(w) * min(0.1 / float(n), 1.0) * g[name]
+            for w, n, g in zip(weights, norms, gradients, strict=True)
         )
         assert torch.allclose(parameter.grad.double(), expected, rtol=1e-5, atol=1e-7)
 
@@ -116,7 +117,7 @@ def test_gradients_add_up_over_calls():
     handle.clipped_backward(case.losses(model, batch), max_grad_norm=0.1)
     once = [p.grad.clone() for p in model.parameters()]
     handle.clipped_backward(case.losses(model, batch), max_grad_norm=0.1)
-    for parameter, first in zip(model.parameters(), once):
+    for parameter, first in zip(model.parameters(), once, strict=True):
         assert torch.allclose(parameter.grad, 2 * first, rtol=1e-6)
 
 

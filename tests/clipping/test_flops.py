@@ -60,14 +60,14 @@ def test_the_norm_pass_computes_no_weight_gradient():
 
 
 def test_the_ratio_to_a_step_without_privacy(capsys):
-    ratios = {}
-    for checkpointing in (False, True):
+    def ratio(checkpointing):
         batch = token_batch(256)
         plain, private = model_of(checkpointing), model_of(checkpointing)
         handle = attach(private, "hutchinson", 1)
         base = flops(lambda: lm_losses(plain, batch).sum().backward())
-        ours = flops(lambda: handle.clipped_backward(lm_losses(private, batch), max_grad_norm=1.0))
-        ratios[checkpointing] = ours / base
+        return flops(lambda: handle.clipped_backward(lm_losses(private, batch), max_grad_norm=1.0)) / base
+
+    ratios = {checkpointing: ratio(checkpointing) for checkpointing in (False, True)}
     with capsys.disabled():
         print(f"\nFLOPs of a private step (k=1) / non-private: {ratios[False]:.3f}; checkpointed: {ratios[True]:.3f}")
     # 4/3 for the products, the one column of the sketch and attention's own second backward on top.
