@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ok
 RUNS   ?= runs/quickstart
+WORKERS ?= 2
 
 .PHONY: help quickstart test lint bench clean
 .DEFAULT_GOAL := help
@@ -23,3 +24,29 @@ $(STAMP): pyproject.toml constraints.txt requirements-quickstart.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	$(BIN)/pip install --quiet --no-deps -r requirements-quickstart.txt
 	@touch $@
+
+# Each run gets a folder of its own: a ledger is never overwritten.
+quickstart: $(STAMP)
+	@set -e; run=$(RUNS)/$$(date +%Y%m%d-%H%M%S); \
+	fit="$(BIN)/dprc fit --config configs/quickstart.yaml"; \
+	here="--trainer.logger.init_args.save_dir $$run --trainer.logger.init_args.version="; \
+	echo "== 1/3 private: two transformer blocks, norms sketched"; $$fit $$here; \
+	echo "== 2/3 the same run without privacy"; $$fit --config configs/quickstart_baseline.yaml $$here; \
+	echo "== 3/3 private, frozen decoder: the head alone"; $$fit --config configs/quickstart_head_only.yaml $$here; \
+	echo; $(BIN)/dprc report $$run/private --compare $$run/not_private $$run/head_only
+
+# One thread per worker: two workers with two threads each crawl on two cores.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/dprc bench step
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dprc_lightning import __version__
-from dprc_lightning.errors import DPRCError
+from dprc_lightning.errors import DPRCError, InvalidArgumentError
 
 _LIGHTNING = ("fit", "validate", "test", "predict")
 
@@ -73,6 +73,18 @@ def _light(arguments: list[str]) -> int:
     report.add_argument("--format", choices=("md", "json"), default="md")
     report.set_defaults(run=_report)
 
+    bench = commands.add_parser("bench", help="cost of a private step, as ratios to a non-private one")
+    benches = bench.add_subparsers(dest="what", metavar="what", required=True)
+    step = benches.add_parser("step", help="FLOPs and CPU seconds of one step on a small Llama, alternating in one run")
+    step.add_argument("--tokens", type=int, default=512, help="T")
+    step.add_argument("--records", type=int, default=4, help="B")
+    step.add_argument("--sketch_dim", type=int, nargs="+", default=[32], help="k of each row; exact norms come beside")
+    step.add_argument("--rounds", type=int, default=5, help="how often each kind of step is timed")
+    step.add_argument("--tied", action="store_true", help="share the weight of embedding and head")
+    step.add_argument("--checkpointing", action="store_true", help="recompute activations, on both sides")
+    step.add_argument("--format", choices=("table", "json"), default="table")
+    step.set_defaults(run=_bench_step)
+
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -125,6 +137,33 @@ def _report(options: argparse.Namespace) -> int:
         print(json.dumps({"report": report, "compare": others} if others else report, indent=2, sort_keys=True))
     else:
         print(to_markdown(report, others))
+    return 0
+
+
+def _bench_step(options: argparse.Namespace) -> int:
+    for name in ("tokens", "records", "rounds"):
+        if getattr(options, name) < 1:
+            raise InvalidArgumentError(f"--{name}", getattr(options, name), "expected an integer >= 1")
+    if min(options.sketch_dim) < 1:
+        raise InvalidArgumentError("--sketch_dim", options.sketch_dim, "expected integers >= 1")
+    from dprc_lightning.bench.step import StepShape, measure_step
+
+    shape = StepShape(
+        tokens=options.tokens, records=options.records, tied=options.tied, checkpointing=options.checkpointing
+    )
+    found = measure_step(
+        shape, [0, *options.sketch_dim], options.rounds, lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    if options.format == "json":
+        print(json.dumps(found))
+        return 0
+    print(f"{'step':<20} {'GFLOP':>9} {'ratio':>6} {'CPU s':>8} {'ratio':>6}")
+    for row in found["rows"]:
+        print(
+            f"{row['step']:<20} {row['flops'] / 1e9:>9.2f} {row['flops_ratio']:>6.3f} "
+            f"{row['cpu_seconds_min']:>8.3f} {row['cpu_ratio']:>6.2f}"
+        )
+    print(f"{found['shape']}, {found['rounds']} rounds, {found['machine']}")
     return 0
 
 

@@ -1,0 +1,328 @@
+"""The privacy ledger: a write-ahead log of every step ever begun.
+
+A step's noised sum may be released the moment it exists, so the step is written down, and is on disk, before it begins.
+What was written down counts, whether or not the step was finished: the ledger may count too much, never too little.
+
+The file ``ledger.jsonl`` is a `ChainedLog` of these entries::
+
+    {"type": "ledger", "version": 1, "run": "...", "meta": {...}}              the first line
+    {"type": "reserve", "sequence": 0, "count": 1, "event": {...}}             count steps from sequence on may begin
+    {"type": "close", "sequence": 0, "used": 1}                                a clean stop gives the rest of them back
+    {"type": "torn", "bytes": 17}                                              an incomplete line was cut off here
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dprc_lightning.accounting.chained_log import ChainedLog, canonical
+from dprc_lightning.accounting.chained_log import LedgerLockedError as LedgerLockedError
+from dprc_lightning.errors import InvalidArgumentError, LedgerError
+
+LEDGER_NAME = "ledger.jsonl"
+FORMAT_VERSION = 1
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Steps that are on disk and may begin: hands out their sequence numbers.
+
+    Attributes:
+        first: The first sequence number.
+        count: How many steps were reserved.
+        taken: How many were handed out.
+    """
+
+    first: int
+    count: int
+    _log: ChainedLog = field(repr=False)
+    taken: int = 0
+    _over: bool = field(default=False, repr=False)
+
+    @property
+    def remaining(self) -> int:
+        """How many numbers can still be taken."""
+        return 0 if self._over or not self._log.writable else self.count - self.taken
+
+    def take(self) -> int:
+        """Hand out the next sequence number. Take it before anything of the step is drawn.
+
+        Returns:
+            A number that no step of this ledger had before or will have again.
+
+        Raises:
+            LedgerError: If all are taken, or the ledger was closed, or a later reservation replaced this one.
+        """
+        if self._over or not self._log.writable:
+            raise LedgerError(f"the reservation from step {self.first} on is over: reserve again")
+        if self.taken == self.count:
+            raise LedgerError(f"all {self.count} steps reserved from {self.first} on are taken: reserve again")
+        self.taken += 1
+        return self.first + self.taken - 1
+
+
+class Ledger:
+    """The ledger of one run, open for writing by this process alone, or for reading.
+
+    Guarantee: when `reserve` returns, its entry is on disk; when it raises, its steps must not begin, and none of their
+    numbers was handed out. Hence at any crash the steps on disk are at least the steps begun, and over any number of
+    restarts no sequence number is handed out twice, as long as the file is kept. A checkpoint that remembers `head`
+    detects a file that was put back to an earlier state.
+
+    Make one by `create` or `open`. Use it as a context manager or call `close` for the clean stop. After a fork the
+    parent keeps it, the child cannot use it.
+
+    Attributes:
+        path: The file.
+        meta: What was declared when the ledger was created (N, q, ...).
+        run_id: A random public name of the run.
+        next_sequence: The number of the next step to be reserved.
+    """
+
+    _log: ChainedLog
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.meta: dict[str, Any] = {}
+        self.run_id = ""
+        self.next_sequence = 0
+        self._spent: list[tuple[dict[str, Any], int]] = []
+        # The last reservation on file, if it is not closed: its first number and its count.
+        self._unclosed: tuple[int, int] | None = None
+        self._reservation: Reservation | None = None
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], meta: Mapping[str, Any]) -> "Ledger":
+        """Start a new ledger and open it for writing.
+
+        Args:
+            path: The file, or the existing run folder in which to make ``ledger.jsonl``.
+            meta: What is declared before training and never changes (N, q, delta, ...): JSON values.
+
+        Returns:
+            The ledger, its first line on disk. A file that exists is refused.
+        """
+        header = {
+            "type": "ledger",
+            "version": FORMAT_VERSION,
+            "run": secrets.token_hex(16),
+            "meta": _json("meta", meta),
+        }
+        ledger = cls(_file(path))
+        ledger._log = ChainedLog.create(ledger.path, header)
+        ledger._apply(header)
+        return ledger
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, read_only: bool = False, must_contain: str | None = None
+    ) -> "Ledger":
+        """Open an existing ledger and verify its chain. The file is not changed.
+
+        An incomplete last line (no newline) is a write that a crash cut short: its step never began. It is cut off,
+        and the cut is noted, at the next reservation.
+
+        Args:
+            path: The file, or the run folder that holds ``ledger.jsonl``.
+            read_only: For reports: takes no lock and works while a run is writing.
+            must_contain: The `head` that a checkpoint remembers: a ledger without it is shorter than the checkpoint,
+                or another run's.
+
+        Returns:
+            The ledger.
+
+        Raises:
+            LedgerError: If the file is missing, damaged or edited, does not contain ``must_contain``, or (as
+                `LedgerLockedError`) is open for writing elsewhere.
+        """
+        ledger = cls(_file(path))
+        found = must_contain is None
+
+        def replay(head: str, entry: dict[str, Any]) -> None:
+            nonlocal found
+            ledger._apply(entry)
+            found = found or head == must_contain
+
+        ledger._log = ChainedLog.open(ledger.path, replay, read_only=read_only)
+        if not found:
+            ledger._log.release()
+            raise LedgerError(
+                f"{ledger.path} ends at step {ledger.next_sequence} and does not contain the checkpoint's last entry: "
+                "restore the ledger that was written with this checkpoint"
+            )
+        return ledger
+
+    def reserve(self, event: Mapping[str, Any], count: int = 1) -> Reservation:
+        """Write down that ``count`` steps of this kind may begin. They are on disk when this returns.
+
+        A reservation that is still open counts in full from now on. More than one step at once saves waiting for a slow
+        disk, and costs up to ``count - 1`` steps that are counted but not made if the process is killed.
+
+        Args:
+            event: The step as the accountant needs it (noise multiplier, sample rate, sketch dimension): JSON values.
+            count: How many steps, at least 1.
+
+        Returns:
+            The reservation, which hands out the steps' sequence numbers.
+
+        Raises:
+            InvalidArgumentError: If ``count`` is not a positive integer.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InvalidArgumentError("count", count, "an integer >= 1")
+        entry = {"type": "reserve", "sequence": self.next_sequence, "count": count, "event": _json("event", event)}
+        torn = [{"type": "torn", "bytes": self.torn_bytes}] if self.torn_bytes else []
+        reservation = Reservation(self.next_sequence, count, self._log)
+        self._write([*torn, entry])
+        if self._reservation is not None:
+            self._reservation._over = True
+        self._reservation = reservation
+        return reservation
+
+    def close(self, used: int | None = None) -> None:
+        """Stop cleanly: give back the reserved steps that were not begun, and release the lock.
+
+        Without it an open reservation counts in full. Closing twice does nothing. If the entry cannot be written
+        (LedgerError) the reservation counts in full, and the lock is released all the same.
+
+        Args:
+            used: How many steps of the last reservation count; at least as many as were taken. None: those taken.
+
+        Raises:
+            InvalidArgumentError: If ``used`` is less than what was taken or more than what was reserved.
+        """
+        reservation = self._reservation
+        taken, reserved = (0, 0) if reservation is None else (reservation.taken, reservation.count)
+        if used is not None and (isinstance(used, bool) or not isinstance(used, int) or not taken <= used <= reserved):
+            raise InvalidArgumentError("used", used, f"an integer from {taken} (taken) to {reserved} (reserved)")
+        try:
+            if reservation is not None and self._log.writable:
+                entry = {"type": "close", "sequence": reservation.first, "used": taken if used is None else used}
+                self._write([entry])
+        finally:
+            self._log.release()
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # After an error nobody knows what was begun: the open reservation counts in full.
+            self._log.release()
+
+    @property
+    def steps(self) -> int:
+        """All steps that count: those begun, and those of reservations that were never closed."""
+        return sum(count for _, count in self._spent)
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line: store it in a checkpoint and give it to `open` as ``must_contain``."""
+        return self._log.head
+
+    @property
+    def torn_bytes(self) -> int:
+        """Length of an incomplete last line that a crash left, until the next reservation cuts it off."""
+        return self._log.torn_bytes
+
+    @property
+    def writable(self) -> bool:
+        """Whether steps can be reserved."""
+        return self._log.writable
+
+    def spent(self) -> list[tuple[dict[str, Any], int]]:
+        """What the accountant has to compose.
+
+        Returns:
+            The events in order with their number of steps; equal neighbours are merged.
+        """
+        return [(dict(event), count) for event, count in self._spent]
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        head = self._log.head
+        try:
+            self._log.append(entries)
+            for entry in entries:
+                self._apply(entry)
+        except BaseException:
+            # Interrupted (Ctrl-C) after the write: the file is ahead of this object, and only opening it anew helps.
+            if self._log.head != head:
+                self._log.release()
+            raise
+
+    def _apply(self, entry: Mapping[str, Any]) -> None:
+        """Replay one entry: the only place where the state follows from the file.
+
+        Args:
+            entry: As it stands on file.
+
+        Raises:
+            ValueError: If it does not fit those before it.
+        """
+        kind = entry["type"]
+        if (kind == "ledger") != (not self.run_id):
+            raise ValueError("the header belongs in line 1, and only there")
+        if kind == "ledger":
+            if entry["version"] != FORMAT_VERSION:
+                raise ValueError(f"version {entry['version']}: use the release of this package that wrote it")
+            self.meta, self.run_id = entry["meta"], entry["run"]
+        elif kind == "reserve":
+            first, count, event = entry["sequence"], entry["count"], entry["event"]
+            if first != self.next_sequence or count < 1:
+                raise ValueError(f"step {self.next_sequence} was expected")
+            self._count(event, count)
+            self.next_sequence = first + count
+            self._unclosed = (first, count)
+        elif kind == "close":
+            first, used = entry["sequence"], entry["used"]
+            if self._unclosed is None or self._unclosed[0] != first or not 0 <= used <= self._unclosed[1]:
+                raise ValueError("it closes no open reservation")
+            self._count(self._spent[-1][0], used - self._unclosed[1])
+            self.next_sequence = first + used
+            self._unclosed = None
+        elif kind != "torn":
+            raise ValueError(f"unknown type {kind!r}")
+
+    def _count(self, event: dict[str, Any], change: int) -> None:
+        if self._spent and self._spent[-1][0] == event:
+            change += self._spent.pop()[1]
+        if change > 0:
+            self._spent.append((event, change))
+
+    def __repr__(self) -> str:
+        return f"Ledger({str(self.path)!r}, steps={self.steps}, writable={self.writable})"
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    file = Path(path)
+    return file / LEDGER_NAME if file.is_dir() else file
+
+
+def _json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping as it will be read back, so that a live ledger and a reopened one agree.
+
+    Args:
+        name: The argument, for the error.
+        value: What the caller passed.
+
+    Returns:
+        A copy made of JSON types.
+
+    Raises:
+        InvalidArgumentError: If it is not a mapping of JSON values.
+    """
+    if not isinstance(value, Mapping):
+        raise InvalidArgumentError(name, value, "a mapping")
+    try:
+        return json.loads(canonical(dict(value)))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(name, value, f"JSON values and finite numbers only ({error})") from None

@@ -1,0 +1,1 @@
+"""What a private step costs beside a non-private one, measured in one run, alternating."""
