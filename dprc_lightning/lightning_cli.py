@@ -18,6 +18,7 @@ _ADVICE = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
     ".*You have overridden `transfer_batch_to_device`.*",
+    ".*LeafSpec.* is deprecated.*",
 )
 
 

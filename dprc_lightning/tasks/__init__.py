@@ -16,6 +16,7 @@ _EXPORTS = {
     "load_bbc": "bbc",
     "read_bbc": "bbc",
     "load_pretrained": "smollm2",
+    "load_tokenizer": "smollm2",
     "smollm2_folder": "smollm2",
     "PadCollator": "tokenized",
     "TokenizedRecords": "tokenized",

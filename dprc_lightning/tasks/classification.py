@@ -14,7 +14,7 @@ from dprc_lightning.errors import ConfigurationError
 from dprc_lightning.module import DPRCModule
 from dprc_lightning.tasks.bbc import BBC_LABELS, load_bbc
 from dprc_lightning.tasks.records import TextSplit, read_jsonl, split_records
-from dprc_lightning.tasks.smollm2 import SMOLLM2, load_pretrained
+from dprc_lightning.tasks.smollm2 import SMOLLM2, load_tokenizer
 from dprc_lightning.tasks.text_classifier import load_text_classifier
 from dprc_lightning.tasks.tokenized import PadCollator, TokenizedRecords
 
@@ -167,7 +167,7 @@ class TextClassificationData(DPRCDataModule):
         else:
             names = list(self.labels or [])
             self.split = split_records(read_jsonl(Path(self.path)), names, self.sizes)
-        _, tokenizer = load_pretrained(self.source, 1)
+        tokenizer = load_tokenizer(self.source)
         for part in ("train", "validation", "test"):
             records = getattr(self.split, part)
             self._sets[part] = TokenizedRecords(records, tokenizer, names, self.max_length)

@@ -133,19 +133,54 @@ def load_pretrained(
             )
             tokenizer = AutoTokenizer.from_pretrained(folder)
     except OSError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise DatasetError(
-            f"source={source!r}: cannot be loaded ({first_line}); "
-            f"pass {SMOLLM2!r}, a local folder, or a Hugging Face name"
-        ) from error
+        raise _cannot_be_loaded(source, error) from error
     if info["missing_keys"]:
         # transformers would fill them with random numbers and only warn.
         missing = sorted(info["missing_keys"])
         raise DatasetError(f"source={source!r}: lacks {len(missing)} weights of the model, such as {missing[0]!r}")
+    return model.eval(), _right_padding(tokenizer)
+
+
+def load_tokenizer(source: str = SMOLLM2, *, cache_dir: str | Path | None = None) -> Any:
+    """Load a tokenizer alone.
+
+    Args:
+        source: ``"smollm2"``, a Hugging Face name, or a local folder.
+        cache_dir: Where converted SmolLM2 folders are kept; None for `default_cache_dir`. Any of them will do, however
+            many layers it has; if there is none, the smallest is made.
+
+    Returns:
+        The tokenizer, as `load_pretrained` returns it.
+
+    Raises:
+        DatasetError: If the source cannot be found.
+    """
+    from transformers import AutoTokenizer
+
+    folder = source
+    if source == SMOLLM2:
+        cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+        converted = sorted(cache.glob(f"smollm2-135m-*-layers-{_key(gguf_path())}"))
+        folder = str(next((f for f in converted if _is_intact(f)), None) or smollm2_folder(1, cache_dir))
+    try:
+        with _quiet():
+            return _right_padding(AutoTokenizer.from_pretrained(folder))
+    except OSError as error:
+        raise _cannot_be_loaded(source, error) from error
+
+
+def _right_padding(tokenizer: Any) -> Any:
     tokenizer.padding_side = "right"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model.eval(), tokenizer
+    return tokenizer
+
+
+def _cannot_be_loaded(source: str, error: OSError) -> DatasetError:
+    first_line = str(error).strip().splitlines()[0]
+    return DatasetError(
+        f"source={source!r}: cannot be loaded ({first_line}); pass {SMOLLM2!r}, a local folder, or a Hugging Face name"
+    )
 
 
 def _check_num_layers(num_layers: int, available: int, source: str) -> None:

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast, 
 
 from dprc_lightning.errors import DatasetError, InvalidArgumentError
 from dprc_lightning.tasks import smollm2
-from dprc_lightning.tasks.smollm2 import load_pretrained, smollm2_folder
+from dprc_lightning.tasks.smollm2 import load_pretrained, load_tokenizer, smollm2_folder
 
 
 class FakeConversion:
@@ -153,7 +153,8 @@ def test_an_architecture_that_lists_its_layers(word_tokenizer: PreTrainedTokeniz
     model.save_pretrained(tmp_path / "again")
 
 
-def test_unknown_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("load_pretrained", [load_pretrained, load_tokenizer])
+def test_unknown_source(load_pretrained: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DatasetError, match="source=.*nowhere.*cannot be loaded.*'smollm2'"):
         load_pretrained(str(tmp_path / "nowhere"))
@@ -166,6 +167,9 @@ def test_the_installed_model(smollm2_cache: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(torch.random.get_rng_state(), state)
     monkeypatch.setattr(smollm2, "_convert", None)  # a second conversion would raise
     model, tokenizer = load_pretrained("smollm2", 6, cache_dir=smollm2_cache, causal_lm=True)
+    # The tokenizer alone comes from whatever was converted.
+    alone = load_tokenizer("smollm2", cache_dir=smollm2_cache)
+    assert alone.get_vocab() == tokenizer.get_vocab() and alone.pad_token_id == tokenizer.pad_token_id
     assert type(model) is LlamaForCausalLM
     assert not hasattr(model.config, "quantization_config")
     assert model.lm_head.weight is model.model.embed_tokens.weight

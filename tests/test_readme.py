@@ -1,0 +1,99 @@
+"""Every command and every example of the README runs."""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dprc_lightning.report import read_report
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.strip()]
+EXAMPLES = [block for kind, block in BLOCKS if kind == "python"]
+
+# Two steps on few articles, elsewhere: what is tested is that the command works, not what it learns.
+SHORT = "--privacy.steps 2 --privacy.expected_batch_size 8 --data.init_args.sizes [160,16,16]"
+
+
+def test_the_readme_has_what_is_tested_here():
+    assert COMMANDS[:2] == ["make quickstart", "make test"]
+    assert {line.split()[1] for line in COMMANDS if line.startswith("dprc")} == {
+        "--help", "calibrate", "epsilon", "fit", "validate", "report", "bench",
+    }  # fmt: skip
+    assert len(EXAMPLES) == 2
+
+
+@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "bench", "clean"])
+def test_make_targets_exist(target):
+    """CI runs `make lint`, `make test` and `make quickstart` for real, in a fresh environment."""
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+def run(command: str, cwd: Path = ROOT) -> str:
+    words = shlex.split(command)
+    assert words[0] == "dprc"
+    program = "import sys; from dprc_lightning.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words[1:]],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ | {"COLUMNS": "120"},
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+# CI runs the make targets for real; what needs a run is below.
+LIGHT = [c for c in COMMANDS if c.startswith("dprc") and "RUN" not in c and not c.startswith("dprc fit")]
+
+
+@pytest.mark.parametrize("command", LIGHT)
+def test_light_commands(command):
+    if "bench" in command:
+        command = command.replace("--tokens 512 --rounds 5", "--tokens 16 --rounds 1")
+        assert "--rounds 1" in command
+    assert run(command)
+
+
+@pytest.mark.data
+def test_commands_on_the_articles(tmp_path):
+    fits = [c for c in COMMANDS if c.startswith("dprc fit")]
+    assert len(fits) == 3
+    runs = []
+    for i, command in enumerate(fits):
+        place = f"--trainer.logger.init_args.save_dir {tmp_path / str(i)} --trainer.logger.init_args.version="
+        run(f"{command} {SHORT} {place}")
+        (folder,) = [path.parent for path in (tmp_path / str(i)).rglob("report.json")]
+        runs.append(folder)
+    assert [read_report(folder)["private"] for folder in runs] == [True, False, True]
+    (checkpoint,) = runs[0].rglob("*.ckpt")
+    (validate,) = [c for c in COMMANDS if c.startswith("dprc validate")]
+    run(validate.replace("RUN/checkpoints/last.ckpt", str(checkpoint)) + " --data.init_args.sizes [160,16,16]")
+    assert "val/accuracy" in read_report(runs[0])["metrics"]
+    (report,) = [c for c in COMMANDS if c.startswith("dprc report")]
+    out = run(report.replace("RUN", str(runs[0]), 1).replace("RUN", str(runs[1])))
+    assert "not private" in out and "always the majority class" in out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("example", EXAMPLES, ids=["own_module", "own_loop"])
+def test_examples(example, tmp_path, capsys):
+    with contextlib.chdir(tmp_path):
+        exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
+    said = capsys.readouterr().out
+    if "class Regression" in example:
+        report = read_report(tmp_path / "my_run")
+        assert report["steps"] == 40 and 3.9 < report["epsilon"]["upper"] <= 4.0
+    else:
+        upper = float(re.search(r"upper=([0-9.]+)", said)[1])
+        assert 3.9 < upper <= 4.0
