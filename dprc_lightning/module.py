@@ -166,6 +166,7 @@ class DPRCModule(pl.LightningModule):
             ConfigurationError: All problems together.
         """
         num_records = self._check()
+        self.clock = StepClock()
         private = not self.privacy.baseline_without_privacy
         resuming = self.trainer.ckpt_path is not None
         folder = self._run_folder(resuming)
@@ -190,6 +191,12 @@ class DPRCModule(pl.LightningModule):
         self.private_run = PrivateRun(folder, secret, resolved, ledger)
         self._limit_steps(resolved)
 
+    def protected_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that train; in a private run, those whose gradients are clipped."""
+        if self.handle is not None:
+            return self.handle.parameters
+        return [p for p in self.parameters() if p.requires_grad]
+
     def _check(self) -> int:
         """The number of training records, once all settings agree."""
         problems = self.performance.problems()
@@ -204,6 +211,11 @@ class DPRCModule(pl.LightningModule):
         if steps is not None and self.trainer.max_steps not in (-1, steps):
             problems.append(
                 f"trainer.max_steps={self.trainer.max_steps}: privacy.steps={steps} decides; leave max_steps out"
+            )
+        precision = self.trainer.precision
+        if precision != "32-true" and not self.privacy.baseline_without_privacy:
+            problems.append(
+                f"trainer.precision={precision}: what half precision takes off a norm is not accounted; use 32-true"
             )
         if problems:
             raise ConfigurationError(problems)

@@ -22,7 +22,7 @@ def test_light_commands_import_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # The paper's k = 32 needs 4.354 by the envelope; the convex order 4.215 (arXiv 2605.24879, table 2, and its margin).
+    # The paper's envelope needs 4.354 here (arXiv 2605.24879), the convex order 4.215.
     assert json.loads(done.stdout)["noise_multiplier"] == pytest.approx(4.215, rel=3e-3)
 
 

@@ -352,6 +352,31 @@ class TestRefusals:
         with pytest.raises(UnclippedGradientError, match="not clipped"):
             trainer(tmp_path).fit(Own(privacy(sample_rate=1.0)), datamodule=ToyData())
 
+    def test_an_optimizer_that_does_not_fit(self, tmp_path):
+        class Short(ToyModule):
+            def configure_optimizers(self):
+                stranger = nn.Parameter(torch.zeros(2))
+                return torch.optim.SGD([*self.net[0].parameters(), stranger], lr=1.0)
+
+        with pytest.raises(ConfigurationError) as caught:
+            trainer(tmp_path).fit(Short(privacy()), datamodule=ToyData())
+        for part in ("'net.2.bias' is trainable but not in the optimizer", "'of no module'"):
+            assert part in str(caught.value)
+
+    def test_a_parameter_unfrozen_in_the_middle(self, tmp_path):
+        class Unfreeze(pl.Callback):
+            def on_train_batch_start(self, trainer, module, *_):
+                module.net[0].requires_grad_(True)
+
+        module = ToyModule(privacy(sample_rate=1.0))
+        module.net[0].requires_grad_(False)
+        with pytest.raises(UnclippedGradientError, match="unfrozen"):
+            trainer(tmp_path, callbacks=[Unfreeze()]).fit(module, datamodule=ToyData())
+
+    def test_half_precision(self, tmp_path):
+        with pytest.raises(ConfigurationError, match=r"trainer\.precision=bf16-mixed"):
+            trainer(tmp_path, precision="bf16-mixed").fit(ToyModule(privacy()), datamodule=ToyData())
+
     def test_a_batch_of_another_step(self, tmp_path):
         class Foreign(ToyModule):
             def training_step(self, batch, batch_idx):

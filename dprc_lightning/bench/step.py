@@ -80,8 +80,8 @@ def measure_step(
         progress: Called with what is about to be done.
 
     Returns:
-        Rows with FLOPs, CPU seconds (minimum and median) and their ratios to the non-private row, and the setting. FLOPs
-        are those of matrix products, attention by scaled_dot_product_attention on CPU not counted.
+        Rows with FLOPs, CPU seconds (minimum and median) and their ratios to the non-private row, and the setting.
+        FLOPs are those of matrix products; attention by scaled_dot_product_attention is not counted on a CPU.
     """
     ids = torch.randint(0, shape.vocabulary, (shape.records, shape.tokens), generator=torch.Generator().manual_seed(0))
     steps = {NON_PRIVATE: _non_private(shape, ids)}

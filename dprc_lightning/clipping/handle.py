@@ -279,6 +279,13 @@ def _find_owners(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, LayerRule
     owners: dict[str, tuple[nn.Module, LayerRule]] = {}
     problems: list[str] = []
     for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            # Frozen too: it mixes the records of a batch, and its running statistics are released without noise.
+            problems.append(
+                f"module {name!r} ({type(module).__name__}): it normalises over the records of a batch; "
+                "replace it by a GroupNorm, LayerNorm or RMSNorm"
+            )
+            continue
         trainable = [n for n, p in module._parameters.items() if p is not None and p.requires_grad]
         if not trainable:
             continue

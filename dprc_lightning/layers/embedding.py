@@ -35,9 +35,8 @@ class _Lookup(torch.autograd.Function):
         if ctx.state.mode is Mode.NORM:
             ctx.state.add_factors(ctx.tracker, ids, output_gradient)
         else:
-            grad_weight = torch.ops.aten.embedding_dense_backward(output_gradient, ids, ctx.rows, -1, False).to(
-                ctx.dtype
-            )
+            rows = output_gradient.to(ctx.dtype)
+            grad_weight = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
         return None, grad_weight, None, None, None, None
 
 

@@ -35,8 +35,10 @@ class _Save(torch.autograd.Function):
         if ctx.state.mode is Mode.NORM:
             ctx.state.add_factors(ctx.tracker, output_gradient, x)
         else:
-            rows = output_gradient.reshape(-1, output_gradient.shape[-1])
-            grad_weight = (rows.mT @ x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(weight.dtype)
+            # In the weight's own precision: rounding the SUM over records to less would let one record move the
+            # rounding of all the others, by more than its own clipped norm.
+            rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(weight.dtype)
+            grad_weight = rows.mT @ x.reshape(-1, x.shape[-1]).to(weight.dtype)
         return grad_x, grad_weight, None, None, None, None
 
 

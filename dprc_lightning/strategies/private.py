@@ -1,6 +1,6 @@
 """The protocol between a DPRCModule and the engine that runs it, and the hook that adds the noise."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,8 +19,9 @@ class NoiseHook:
 
     Guarantee: between `arm` and `finish` (one logical step) each parameter of the hooked optimizers gets one draw of
     N(0, std^2) per element, with std = sigma * C / E[B] on a gradient that is the sum of clipped gradients over E[B];
-    whether its gradient is there or not, because that could depend on the data. A step that was not armed raises before
-    it changes anything. An optimizer that calls another one's step inside its own does not get noise twice.
+    whether its gradient is there or not, because that could depend on the data. A step that was not armed, or with a
+    gradient of a parameter that the clipping does not know, raises before it changes anything. An optimizer that calls
+    another one's step inside its own does not get noise twice.
 
     Args:
         stream: Where noise comes from; fresh operating-system entropy, never stored.
@@ -31,18 +32,21 @@ class NoiseHook:
         self._std: float | None = None
         self._noised: set[int] = set()
         self._optimizers: list[Optimizer] = []
+        self._protected: set[int] = set()
 
     @property
     def is_test(self) -> bool:
         """Whether the noise is a fixed stream for tests, and so no noise at all."""
         return self._stream.is_test
 
-    def install(self, optimizers: list[Optimizer]) -> None:
+    def install(self, optimizers: list[Optimizer], protected: Iterable[Tensor]) -> None:
         """Hook optimizers. Those that are hooked already are left alone.
 
         Args:
             optimizers: As `configure_optimizers` returned them, unwrapped.
+            protected: The parameters whose gradients are clipped.
         """
+        self._protected = {id(parameter) for parameter in protected}
         for optimizer in optimizers:
             if not any(optimizer is known for known in self._optimizers):
                 optimizer.register_step_pre_hook(self._before_step)
@@ -81,6 +85,11 @@ class NoiseHook:
                 "optimizer.step() outside of the library's training_step: its gradients would carry no noise; "
                 "leave the step to DPRCModule"
             )
+X        if foreign:
+            raise UnclippedGradientError(
+                f"{foreign} parameters of the optimizer have gradients that were not clipped: they were unfrozen or added "
+                "after fit began; freeze or unfreeze parameters before"
+            )
         due = [p for p in _trainable(optimizer) if id(p) not in self._noised]
         self._noised.update(id(p) for p in due)
         add_gaussian_noise(due, self._std, self._stream)
@@ -96,6 +105,9 @@ class PreparesPrivacy(Protocol):
 
     def prepare_privacy(self) -> None:
         """Instrument the model and resolve the mechanism; before any wrapping and before the optimizers exist."""
+
+    def protected_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients are clipped."""
 
 
 class PrivateStrategy:
@@ -131,20 +143,23 @@ class PrivateStrategy:
             ])
         module.prepare_privacy()
 
-    def _install_noise(self, optimizers: list[Optimizer]) -> None:
+    def _install_noise(self, module: Any, optimizers: list[Optimizer]) -> None:
+        """Hook the noise, once optimizer, model and clipping agree on what is trained."""
         if len(optimizers) != 1:
             raise ConfigurationError([
                 f"configure_optimizers returned {len(optimizers)} optimizers: exactly one is supported; use its groups"
             ])
-        self.noise_hook.install(optimizers)
-
-
-def zero_missing_gradients(parameters: list[torch.nn.Parameter]) -> None:
-    """Give every parameter a gradient: a logical step without a record is a step of noise alone.
-
-    Args:
-        parameters: The protected ones.
-    """
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        names = {id(p): name for name, p in module.named_parameters()}
+        trained = {id(p) for p in module.protected_parameters()}
+        stepped = {id(p) for p in _trainable(optimizers[0])}
+        problems = [
+            f"configure_optimizers: parameter {names[i]!r} is trainable but not in the optimizer; add or freeze it"
+            for i in sorted(trained - stepped, key=names.__getitem__)
+        ] + [
+            f"configure_optimizers: parameter {names.get(i, 'of no module')!r} is in the optimizer but its gradient is "
+            "not clipped; it must be the module's own and trainable before fit begins"
+            for i in stepped - trained
+        ]
+        if problems:
+            raise ConfigurationError(problems)
+        self.noise_hook.install(optimizers, module.protected_parameters())

@@ -55,7 +55,7 @@ class PrivateSingleDeviceStrategy(PrivateStrategy, SingleDeviceStrategy):
             self._prepare(self.lightning_module)
         super().setup(trainer)
         if fitting:
-            self._install_noise(self.optimizers)
+            self._install_noise(self.lightning_module, self.optimizers)
 
     def teardown(self) -> None:
         """Give the model back as it was."""

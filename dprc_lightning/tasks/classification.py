@@ -1,7 +1,7 @@
 """Text classification: the quickstart's module and data."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ class TextClassification(DPRCModule):
         lr: Learning rate of the decoder's blocks.
         head_lr: Learning rate of the head.
         feature_scale: Euclidean norm of the head's input.
-        compute_dtype: Precision of the decoder's products; parameters, sketches and noise are float32 either way.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class TextClassification(DPRCModule):
         lr: float = 1e-4,
         head_lr: float = 0.03,
         feature_scale: float = 5.0,
-        compute_dtype: Literal["float32", "bfloat16"] = "bfloat16",
     ) -> None:
         super().__init__(privacy, performance)
         self.lr, self.head_lr = lr, head_lr
@@ -59,7 +57,6 @@ class TextClassification(DPRCModule):
             max_length=max_length,
             trainable_blocks=trainable_blocks,
             scale=feature_scale,
-            compute_dtype=compute_dtype,
         )
         self.classifier.train()
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")

@@ -133,7 +133,7 @@ def load_pretrained(
             )
             tokenizer = AutoTokenizer.from_pretrained(folder)
     except OSError as error:
-        raise _cannot_be_loaded(source, error) from error
+        raise DatasetError(_cannot_be_loaded(source, error)) from error
     if info["missing_keys"]:
         # transformers would fill them with random numbers and only warn.
         missing = sorted(info["missing_keys"])
@@ -166,7 +166,7 @@ def load_tokenizer(source: str = SMOLLM2, *, cache_dir: str | Path | None = None
         with _quiet():
             return _right_padding(AutoTokenizer.from_pretrained(folder))
     except OSError as error:
-        raise _cannot_be_loaded(source, error) from error
+        raise DatasetError(_cannot_be_loaded(source, error)) from error
 
 
 def _right_padding(tokenizer: Any) -> Any:
@@ -176,9 +176,9 @@ def _right_padding(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _cannot_be_loaded(source: str, error: OSError) -> DatasetError:
+def _cannot_be_loaded(source: str, error: OSError) -> str:
     first_line = str(error).strip().splitlines()[0]
-    return DatasetError(
+    return (
         f"source={source!r}: cannot be loaded ({first_line}); pass {SMOLLM2!r}, a local folder, or a Hugging Face name"
     )
 

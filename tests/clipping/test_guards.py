@@ -32,15 +32,20 @@ class TestUnsupported:
         with pytest.raises(UnsupportedModuleError) as caught:
             attach(model)
         message = str(caught.value)
-        for part in ("'1' (BatchNorm1d), parameter 'weight'", "'1' (BatchNorm1d), parameter 'bias'", "'2' (Conv1d)"):
+        for part in ("'1' (BatchNorm1d)", "'2' (Conv1d), parameter 'weight'", "'2' (Conv1d), parameter 'bias'"):
             assert part in message
         assert "freeze it" in message
         assert type(model[0]) is nn.Linear, "a refused model must stay untouched"
 
     def test_frozen_ones_are_no_problem(self):
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 3, 1))
         model[1].requires_grad_(False)
         attach(model)
+
+    def test_a_frozen_batch_norm_still_mixes_records(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+        with pytest.raises(UnsupportedModuleError, match="over the records of a batch"):
+            attach(model)
 
     def test_a_bare_parameter(self):
         model = nn.Linear(3, 3)
