@@ -85,10 +85,12 @@ class NoiseHook:
                 "optimizer.step() outside of the library's training_step: its gradients would carry no noise; "
                 "leave the step to DPRCModule"
             )
-X        if foreign:
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = sum(p.grad is not None and id(p) not in self._protected for p in everything)
+        if foreign:
             raise UnclippedGradientError(
-                f"{foreign} parameters of the optimizer have gradients that were not clipped: they were unfrozen or added "
-                "after fit began; freeze or unfreeze parameters before"
+                f"{foreign} parameters of the optimizer have gradients that were not clipped: they were unfrozen or "
+                "added after fit began; freeze or unfreeze parameters before"
             )
         due = [p for p in _trainable(optimizer) if id(p) not in self._noised]
         self._noised.update(id(p) for p in due)
