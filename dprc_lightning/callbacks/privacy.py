@@ -245,7 +245,7 @@ def _opening(module: DPRCModule, plan: list[dict[str, Any]], epsilons: list[floa
         f"Private run in {run.folder}",
         f"  epsilon <= {epsilons[-1]:.4f} at delta {r.delta:g}, after {batch}",
         f"  noise multiplier {r.noise_multiplier:.4f}, clipping at {r.max_grad_norm:g}, estimator {r.estimator}",
-        f"  sketched norms (k = {r.sketch_dim}): {_tensors(sketched)}",
+        f"  sketched norms (k = {r.sketch_dim}): {_tensors(sketched)}" if sketched else "  sketched norms: none",
         f"  exact norms: {_tensors(exact)}",
     ])
 

@@ -84,16 +84,21 @@ class TextClassification(DPRCModule):
         """
         return classification_loss(self(batch), batch["labels"])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam without weight decay, the head at its own learning rate.
+    def configure_optimizers(self) -> Any:
+        """Adam without weight decay, the head at its own learning rate, both falling linearly to zero.
+
+        The last steps' noise would otherwise stand in the weights as it came; a falling rate averages it out.
 
         Returns:
-            The optimizer.
+            The optimizer and its scheduler, which steps once per logical step.
         """
         head = list(self.classifier.head.parameters())
         body = [p for p in self.classifier.backbone.parameters() if p.requires_grad]
         groups = [{"params": body, "lr": self.lr}, {"params": head, "lr": self.head_lr}]
-        return torch.optim.Adam([group for group in groups if group["params"]])
+        optimizer = torch.optim.Adam([group for group in groups if group["params"]])
+        steps = self.private_run.resolved.steps if self.private_run else 1
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.0))
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Accuracy on the validation set."""

@@ -111,9 +111,15 @@ def test_norms_are_float32_under_bfloat16_products(source, records):
 
 
 def test_the_head_has_its_own_learning_rate(source):
-    optimizer = module_of(source).configure_optimizers()
+    optimizer = module_of(source).configure_optimizers()["optimizer"]
     assert [(group["lr"], len(group["params"])) for group in optimizer.param_groups] == [(1e-3, 2 * 9 + 1), (0.1, 2)]
-    assert len(module_of(source, trainable_blocks=0).configure_optimizers().param_groups) == 1
+    assert len(module_of(source, trainable_blocks=0).configure_optimizers()["optimizer"].param_groups) == 1
+
+
+def test_learning_rates_fall_to_zero_over_the_run(source, records, tmp_path):
+    run = trainer(tmp_path / "run")
+    run.fit(module_of(source), datamodule=data_of(records, source))
+    assert run.strategy.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.0, 0.0]
 
 
 def test_a_file_needs_its_labels(records, source):
