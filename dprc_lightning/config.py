@@ -218,6 +218,8 @@ class PerformanceConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"performance.{name}={value}: expected an integer >= 1")
+        if self.physical_batch_size is None and self.max_tokens is None:
+            found.append("performance.physical_batch_size or performance.max_tokens: neither is set; give one or both")
         if self.num_workers < 0:
             found.append(f"performance.num_workers={self.num_workers}: expected an integer >= 0")
         return found
