@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from dprc_lightning.callbacks import PrivacyReport
 from dprc_lightning.clipping import ClippingHandle, attach
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
 from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
@@ -295,8 +296,6 @@ class DPRCModule(pl.LightningModule):
         Returns:
             One callback.
         """
-        from dprc_lightning.callbacks import PrivacyReport
-
         # Lightning asks again before each of fit, validate and test.
         known = any(isinstance(callback, PrivacyReport) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if known else [PrivacyReport()]

@@ -1,6 +1,7 @@
 """The `dprc` command as a user types it."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,31 @@ class TestLightningCommands:
     def test_an_unprotected_strategy(self, config, capsys):
         assert main(["fit", "--config", config, "--trainer.strategy", "auto"]) == 2
         assert "--trainer.strategy dprc_single" in capsys.readouterr().err
+
+    def test_ctrl_c_in_the_middle(self, config, tmp_path):
+        """The report and the ledger tell what was done; nothing but the step under way is lost."""
+        run = tmp_path / "runs" / "toy"
+        program = "import sys, toy, time; from dprc_lightning.cli import main\n"
+        program += "step = toy.ToyModule.training_step\n"
+        program += "def slow(self, batch, i): step(self, batch, i); print('stepped', flush=True); time.sleep(0.5)\n"
+        program += "toy.ToyModule.training_step = slow; sys.exit(main())"
+        arguments = ["fit", "--config", config, "--privacy.steps", "200", "--privacy.noise_multiplier", "4"]
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent,
+        )
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("stepped"):
+                break
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=120)
+        assert child.returncode != 0, errors
+        report = read_report(run)
+        assert report["status"] == "stopped by KeyboardInterrupt"
+        with Ledger.open(run) as ledger:  # the lock is free
+            assert 1 <= ledger.steps == report["steps"] < 200
+        assert report["epsilon"]["upper"] > 0

@@ -5,7 +5,7 @@ import resource
 import sys
 from bisect import bisect_left
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,9 +14,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dprc_lightning.accounting import Accountant, StepEvent, epsilon_schedule
 from dprc_lightning.datamodule import DPRCDataModule
-from dprc_lightning.module import DPRCModule
 from dprc_lightning.report import ASSUMPTIONS, FORMAT_VERSION, JSON_NAME, read_report, versions, write_report
 from dprc_lightning.run import step_event
+
+if TYPE_CHECKING:
+    # The module brings this callback along; it must not need the module to be imported first.
+    from dprc_lightning.module import DPRCModule
 
 _MILESTONES = 20
 
@@ -121,7 +124,7 @@ class PrivacyReport(pl.Callback):
         self._merge(trainer, _dprc(pl_module))
 
     @rank_zero_only
-    def _write(self, trainer: pl.Trainer, module: DPRCModule, status: str) -> None:
+    def _write(self, trainer: pl.Trainer, module: "DPRCModule", status: str) -> None:
         run = module.private_run
         assert run is not None
         self._report = _build(trainer, module, self._plan, status)
@@ -129,7 +132,7 @@ class PrivacyReport(pl.Callback):
         _say(_closing(self._report))
 
     @rank_zero_only
-    def _merge(self, trainer: pl.Trainer, module: DPRCModule) -> None:
+    def _merge(self, trainer: pl.Trainer, module: "DPRCModule") -> None:
         if trainer.state.fn == "fit" or trainer.sanity_checking:
             return
         folder = _report_folder(trainer, module)
@@ -139,12 +142,12 @@ class PrivacyReport(pl.Callback):
             write_report(folder, report)
 
 
-def _dprc(module: pl.LightningModule) -> DPRCModule:
-    assert isinstance(module, DPRCModule), "the callback comes from DPRCModule.configure_callbacks"
-    return module
+def _dprc(module: pl.LightningModule) -> "DPRCModule":
+    # The callback comes from DPRCModule.configure_callbacks.
+    return cast("DPRCModule", module)
 
 
-def _report_folder(trainer: pl.Trainer, module: DPRCModule) -> Path | None:
+def _report_folder(trainer: pl.Trainer, module: "DPRCModule") -> Path | None:
     """Where the report of the weights that are being evaluated lies, if there is one."""
     if module.private_run is not None:
         return module.private_run.folder
@@ -163,7 +166,7 @@ def _metrics(trainer: pl.Trainer) -> dict[str, float]:
     }
 
 
-def _build(trainer: pl.Trainer, module: DPRCModule, plan: list[dict[str, Any]], status: str) -> dict[str, Any]:
+def _build(trainer: pl.Trainer, module: "DPRCModule", plan: list[dict[str, Any]], status: str) -> dict[str, Any]:
     run = module.private_run
     assert run is not None
     because = None
@@ -232,7 +235,7 @@ def _device_name(device: torch.device) -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
-def _opening(module: DPRCModule, plan: list[dict[str, Any]], epsilons: list[float]) -> str:
+def _opening(module: "DPRCModule", plan: list[dict[str, Any]], epsilons: list[float]) -> str:
     run = module.private_run
     assert run is not None
     r = run.resolved
