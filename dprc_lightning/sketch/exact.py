@@ -30,15 +30,20 @@ def squared_norms(uses: Sequence[Factors]) -> Tensor:
     rows = sum(use.length for use in uses)
     n0, n1 = uses[0].shape
     # Multiply-adds per record: rows * n0 * n1 for the matrix, rows^2 * (n0 + n1) for the Gram matrices.
-    if rows * (n0 + n1) < n0 * n1:
-        total = sum((gram(use, use) for use in uses), start=torch.zeros(()))
-        for a, b in combinations(uses, 2):
-            total = total + 2.0 * gram(a, b)
-        return total.clamp(min=0.0)
+    by_gram = rows * (n0 + n1) < n0 * n1
     # One record at a time: the memory is one n0 x n1 matrix, not B of them.
-    records = uses[0].right.shape[0]
-    squared = [_dense_sum(uses, record).square().sum() for record in range(records)]
-    return torch.stack(squared)
+    squared = [
+        _gram_sum(uses, record) if by_gram else _dense_sum(uses, record).square().sum()
+        for record in range(uses[0].right.shape[0])
+    ]
+    return torch.stack(squared) if squared else uses[0].right.new_zeros(0, dtype=torch.float32)
+
+
+def _gram_sum(uses: Sequence[Factors], record: int) -> Tensor:
+    total = sum(gram(use, use, record) for use in uses) + 2.0 * sum(
+        gram(a, b, record) for a, b in combinations(uses, 2)
+    )
+    return torch.as_tensor(total).clamp(min=0.0).float()
 
 
 def _dense_sum(uses: Sequence[Factors], record: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -46,32 +45,31 @@ class Factors:
         return self.left[record].float().mT @ right
 
 
-def gram(a: Factors, b: Factors) -> Tensor:
-    """Inner products of two uses' gradients, without forming either.
+def gram(a: Factors, b: Factors, record: int) -> Tensor:
+    """Inner product of two uses' gradients of one record, without forming either.
 
     <A_l^T A_r, B_l^T B_r> = sum over (t, s) of <A_l[t], B_l[s]> <A_r[t], B_r[s]>.
+
+    In float64: where tokens nearly cancel, the sum is far smaller than its terms, and float32 could put a large norm at
+    zero. (A sketch or a whole matrix adds up before it squares and has no such difficulty.)
 
     Args:
         a: First use, T rows.
         b: Second use of the same parameter, S rows.
+        record: Index into the batch.
 
     Returns:
-        [B], float32. Peak extra memory: two [B, T, S] float32 matrices.
+        Scalar, float64. Peak extra memory: the factors of one record and two [T, S] matrices, float64.
     """
-    right = a.right.float() @ b.right.float().mT
+    right = a.right[record].double() @ b.right[record].double().mT
+    a_left, b_left = a.left[record], b.left[record]
     if a.one_hot and b.one_hot:
-        left = (a.left.unsqueeze(2) == b.left.unsqueeze(1)).to(right.dtype)
+        left = (a_left.unsqueeze(1) == b_left.unsqueeze(0)).to(right.dtype)
     elif a.one_hot:
         # <onehot(id_t), b_s> = b_s[id_t]
-        left = _columns(b.left, a.left).mT
+        left = b_left[:, a_left].double().mT
     elif b.one_hot:
-        left = _columns(a.left, b.left)
+        left = a_left[:, b_left].double()
     else:
-        left = a.left.float() @ b.left.float().mT
-    return (left * right).sum(dim=(1, 2))
-
-
-def _columns(dense: Tensor, ids: Tensor) -> Tensor:
-    """Dense [B, T, n], ids [B, S] -> [B, T, S] with entry (t, s) = dense[t, ids[s]]."""
-    index = ids.unsqueeze(1).expand(-1, dense.shape[1], -1)
-    return torch.gather(dense, 2, index).float()
+        left = a_left.double() @ b_left.double().mT
+    return (left * right).sum()

@@ -62,5 +62,21 @@ def test_a_sketch_is_the_gradient_times_p(one_hot, side):
     assert torch.allclose(sketch(use, projection, side).double(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_contributions_that_nearly_cancel_are_not_lost(tied):
+    """Terms of size 1e4 whose sum is of size 1: float32 Gram matrices would answer anything from 0 to 10."""
+    generator = torch.Generator().manual_seed(0)
+    right = torch.randn(1, 1, 50, generator=generator)
+    left = 1e3 * torch.randn(1, 1, 60, generator=generator)
+    rest = 0.1 * torch.randn(1, 1, 60, generator=generator)
+    if tied:
+        uses = [Factors(left, right, (60, 50)), Factors(rest - left, right, (60, 50))]
+    else:
+        uses = [Factors(torch.cat([left, rest - left], 1), torch.cat([right, right], 1), (60, 50))]
+    expected = float(whole(uses).norm())
+    assert 1 < expected < 20
+    assert float(squared_norms(uses).sqrt()) == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_projection_lies_on_the_longer_axis():
     assert (cheaper_side(10, 3), cheaper_side(3, 10), cheaper_side(4, 4)) == (0, 1, 0)
