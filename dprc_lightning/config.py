@@ -120,8 +120,8 @@ class PrivacyConfig:
         found += _exactly_one("privacy.steps", self.steps, "privacy.epochs", self.epochs)
         for name in ("epsilon", "noise_multiplier", "expected_batch_size", "epochs", "max_grad_norm"):
             value = getattr(self, name)
-            if value is not None and not (0 < value < math.inf):
-                found.append(f"privacy.{name}={value}: expected a finite value > 0")
+            if value is not None and not (1e-12 <= value < math.inf):
+                found.append(f"privacy.{name}={value}: expected a finite value > 0 (at least 1e-12)")
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
             found.append(f"privacy.sample_rate={self.sample_rate}: expected a value in (0, 1]")
         if self.steps is not None and self.steps < 1:

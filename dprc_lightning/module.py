@@ -15,7 +15,7 @@ from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
 from dprc_lightning.dropout import secret_dropout
 from dprc_lightning.errors import ConfigurationError, LedgerError, StepOrderError, UnprotectedStrategyError
 from dprc_lightning.keys import Domain
-from dprc_lightning.run import PrivateRun, open_secret, resume_ledger, start_ledger
+from dprc_lightning.run import PrivateRun, open_secret, refuse_used_folder, resume_ledger, start_ledger
 from dprc_lightning.strategies import PrivateStrategy
 from dprc_lightning.timing import StepClock
 
@@ -93,6 +93,8 @@ class DPRCModule(pl.LightningModule):
             )
         if self.handle is not None:
             self.handle.begin_step(sequence)
+        # Whatever a callback left behind is not clipped.
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
         strategy.noise_hook.arm(run.resolved.noise_std)
 
     def _losses(self, micro_batch: Any) -> Tensor:
@@ -171,7 +173,9 @@ class DPRCModule(pl.LightningModule):
         private = not self.privacy.baseline_without_privacy
         resuming = self.trainer.ckpt_path is not None
         folder = self._run_folder(resuming)
-        secret = open_secret(folder, private=private, resuming=resuming)
+        if not resuming:
+            refuse_used_folder(folder)
+        secret = open_secret(folder, private=private)
         if private:
             self.handle = attach(
                 self,
@@ -185,6 +189,11 @@ class DPRCModule(pl.LightningModule):
             ledger = None
             if private:
                 head = (self._resumed_from or {}).get("ledger_head")
+                if resuming and head is None:
+                    raise ConfigurationError([
+                        f"--ckpt_path {self.trainer.ckpt_path}: it is not a checkpoint of a private run; "
+                        "resume from this run's own, or load other weights in the model's __init__"
+                    ])
                 ledger = resume_ledger(folder, resolved, head) if resuming else start_ledger(folder, resolved)
         except BaseException:
             self.release_privacy()

@@ -95,17 +95,31 @@ def step_event(resolved: ResolvedPrivacy) -> StepEvent:
     )
 
 
-def open_secret(folder: Path, *, private: bool, resuming: bool) -> RunSecret:
+def refuse_used_folder(folder: Path) -> None:
+    """A run that begins needs a folder of its own.
+
+    Args:
+        folder: Run folder.
+
+    Raises:
+        ConfigurationError: It holds a ledger already.
+    """
+    if os.path.lexists(folder / LEDGER_NAME):
+        raise ConfigurationError([
+            f"run folder {folder}: it holds the ledger of an earlier run; resume it with --ckpt_path, or choose another"
+        ])
+
+
+def open_secret(folder: Path, *, private: bool) -> RunSecret:
     """The secret of a run folder.
 
     Args:
         folder: Run folder; made if it is not there.
         private: False for a baseline: its streams are random too but nothing is stored.
-        resuming: Whether the run was begun before.
 
     Returns:
-        The stored secret of a resumed run, else a new one. A resumed run that lost its secret goes on with new streams;
-        the ledger still counts.
+        The stored secret, else a new one. A run that lost its secret goes on with new streams; the ledger still counts.
+        A start that failed before its ledger was made leaves a secret that nothing was drawn from.
 
     Raises:
         SecretError: The secret is there but cannot be used, or none can be stored.
@@ -113,7 +127,7 @@ def open_secret(folder: Path, *, private: bool, resuming: bool) -> RunSecret:
     if not private:
         return RunSecret(os.urandom(KEY_BYTES))
     folder.mkdir(parents=True, exist_ok=True)
-    if resuming and os.path.lexists(folder / SECRET_NAME):
+    if os.path.lexists(folder / SECRET_NAME):
         return RunSecret.load(folder)
     return RunSecret.create(folder)
 
@@ -127,16 +141,8 @@ def start_ledger(folder: Path, resolved: ResolvedPrivacy) -> Ledger:
 
     Returns:
         The ledger, open for writing.
-
-    Raises:
-        ConfigurationError: The folder holds a ledger already.
     """
-    path = folder / LEDGER_NAME
-    if path.exists():
-        raise ConfigurationError([
-            f"run folder {folder}: it holds the ledger of an earlier run; resume it with --ckpt_path, or choose another"
-        ])
-    return Ledger.create(path, {"mechanism": resolved.to_dict()})
+    return Ledger.create(folder / LEDGER_NAME, {"mechanism": resolved.to_dict()})
 
 
 def resume_ledger(folder: Path, resolved: ResolvedPrivacy, head: str | None) -> Ledger:

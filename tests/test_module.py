@@ -20,6 +20,7 @@ from dprc_lightning.errors import (
     StepOrderError,
     UnclippedGradientError,
     UnprotectedStrategyError,
+    UnsupportedModuleError,
 )
 from dprc_lightning.keys import RunSecret
 from dprc_lightning.report import read_report
@@ -262,7 +263,7 @@ class TestResume:
 
     def test_a_fresh_start_in_a_used_folder_is_refused(self, tmp_path):
         self.interrupted(tmp_path)
-        with pytest.raises(Exception, match="choose another|never replaced"):
+        with pytest.raises(Exception, match="choose another"):
             trainer(tmp_path).fit(ToyModule(privacy()), datamodule=ToyData())
         assert Ledger.open(tmp_path, read_only=True).steps == 3
 
@@ -288,6 +289,39 @@ class TestResume:
         ledger.unlink()
         with pytest.raises(LedgerError, match=r"no ledger\.jsonl"):
             trainer(tmp_path).fit(ToyModule(privacy()), datamodule=ToyData(), ckpt_path=checkpoint, weights_only=True)
+
+    def test_a_checkpoint_that_is_not_of_a_private_run(self, tmp_path):
+        self.interrupted(tmp_path / "a")
+        other = ToyModule(privacy(baseline_without_privacy=True))
+        trainer(tmp_path / "b", **checkpointing(tmp_path / "b")).fit(other, datamodule=ToyData())
+        with pytest.raises(ConfigurationError, match="not a checkpoint of a private run"):
+            trainer(tmp_path / "a").fit(
+                ToyModule(privacy()),
+                datamodule=ToyData(),
+                ckpt_path=tmp_path / "b" / "checkpoints" / "step=4.ckpt",
+                weights_only=True,
+            )
+
+    def test_a_start_that_failed_does_not_spoil_its_folder(self, tmp_path):
+        class Bad(ToyModule):
+            def configure_optimizers(self):
+                return [torch.optim.SGD(self.parameters(), lr=1.0) for _ in range(2)]
+
+        with pytest.raises(ConfigurationError):
+            trainer(tmp_path, max_steps=3).fit(Bad(privacy()), datamodule=ToyData())
+        trainer(tmp_path).fit(ToyModule(privacy()), datamodule=ToyData())
+
+
+def test_gradients_from_elsewhere_do_not_enter_a_step(tmp_path):
+    class Stale(pl.Callback):
+        def on_train_batch_start(self, trainer, module, *_):
+            for p in module.parameters():
+                p.grad = torch.full_like(p, 1e3)
+
+    module = ToyModule(privacy(sample_rate=1e-9, steps=1))
+    before = copy.deepcopy(module.net.state_dict())
+    trainer(tmp_path, ZeroNoise(), callbacks=[Stale()]).fit(module, datamodule=ToyData())
+    assert all(torch.equal(p, before[n]) for n, p in module.net.state_dict().items())
 
 
 class TestRefusals:
@@ -370,7 +404,7 @@ class TestRefusals:
 
         module = ToyModule(privacy(sample_rate=1.0))
         module.net[0].requires_grad_(False)
-        with pytest.raises(UnclippedGradientError, match="unfrozen"):
+        with pytest.raises(UnsupportedModuleError, match="became trainable"):
             trainer(tmp_path, callbacks=[Unfreeze()]).fit(module, datamodule=ToyData())
 
     def test_half_precision(self, tmp_path):

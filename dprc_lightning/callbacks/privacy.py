@@ -92,7 +92,9 @@ class PrivacyReport(pl.Callback):
             trainer: The trainer.
             pl_module: The module.
         """
-        self._write(trainer, _dprc(pl_module), "finished" if not trainer.interrupted else "interrupted")
+        run = _dprc(pl_module).private_run
+        left = 0 if run is None else run.steps_left
+        self._write(trainer, _dprc(pl_module), f"ended with {left} steps left" if left else "finished")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write the report of what was done before the error.

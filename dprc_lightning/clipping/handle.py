@@ -63,6 +63,8 @@ class ClippingHandle:
         self._own_index = 0
         self._explicit_steps = False
         self._factors: Tensor | None = None
+        self._versions: list[int] = []
+        self._buffers: dict[str, tuple[Tensor, int]] = {}
 
     @property
     def sketch_dim(self) -> int | None:
@@ -92,6 +94,8 @@ class ClippingHandle:
         self._check_attached()
         self._explicit_steps = True
         self._advance(index)
+        self._versions = _versions(self.parameters)
+        self._buffers = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
 
     def norms(self, losses: Tensor) -> Tensor:
         """Norms of the per-record gradients, over all trainable parameters together. Call it right after the forward.
@@ -105,6 +109,7 @@ class ClippingHandle:
             [B], float32. No parameter's ``.grad`` is touched.
         """
         self._check_attached()
+        self._check_model()
         if not self._explicit_steps:
             self._advance(None)
         return norm_pass(self._state, losses)
@@ -159,6 +164,29 @@ class ClippingHandle:
         if not self._swapped:
             raise StepOrderError("the handle is detached; call attach(model) again")
 
+    def _check_model(self) -> None:
+        """What must not have happened between the step's beginning and this norm pass."""
+        known = {id(parameter) for parameter in self.parameters}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UnsupportedModuleError(
+                    f"parameter {name!r} became trainable after attach(): its gradient would not be clipped; "
+                    "freeze it, or detach and attach again"
+                )
+        if not self._explicit_steps:
+            return
+        if self._versions != _versions(self.parameters):
+            raise StepOrderError(
+                "the parameters changed since begin_step(): call begin_step() for every logical step, "
+                "a projection must not serve two"
+            )
+        for name, (buffer, version) in self._buffers.items():
+            if buffer._version != version:
+                raise UnsupportedModuleError(
+                    f"buffer {name!r} was changed by the forward: what it learns of the records is released without "
+                    "noise; use a layer without running statistics"
+                )
+
     def _advance(self, index: int | None) -> None:
         index = self._own_index + 1 if index is None else index
         self._state.projections.begin_step(index)
@@ -172,6 +200,10 @@ class ClippingHandle:
 
     def _guard(self, tracker: ParameterTracker) -> None:
         """Refuse every gradient that did not come through `clipped_backward` of a norm pass that saw the parameter."""
+        tracked = tracker
+
+        def watch(gradient: Tensor) -> None:
+            self._state.watch(tracked, gradient)
 
         def check(parameter: Tensor) -> None:
             if self._state.mode is Mode.CLIP and tracker.contributions > 0:
@@ -189,6 +221,7 @@ class ClippingHandle:
                 "...) instead of backward(), or handle.detach() first"
             )
 
+        self._hooks.append(tracker.parameter.register_hook(watch))
         self._hooks.append(tracker.parameter.register_post_accumulate_grad_hook(check))
 
 
@@ -261,6 +294,10 @@ def attach(
     return handle
 
 
+def _versions(parameters: list[nn.Parameter]) -> list[int]:
+    return [parameter._version for parameter in parameters]
+
+
 def _check_arguments(estimator: str, sketch_dim: int, projection: str) -> None:
     if estimator not in get_args(Estimator):
         raise InvalidArgumentError("estimator", estimator, f"expected one of {', '.join(get_args(Estimator))}")
@@ -279,11 +316,12 @@ def _find_owners(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, LayerRule
     owners: dict[str, tuple[nn.Module, LayerRule]] = {}
     problems: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            # Frozen too: it mixes the records of a batch, and its running statistics are released without noise.
+        norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if norm and (isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats):
+            # Frozen too: it mixes the records of a batch, or releases running statistics without noise.
             problems.append(
-                f"module {name!r} ({type(module).__name__}): it normalises over the records of a batch; "
-                "replace it by a GroupNorm, LayerNorm or RMSNorm"
+                f"module {name!r} ({type(module).__name__}): it normalises over the records of a batch, or keeps "
+                "running statistics of them; replace it by a GroupNorm, LayerNorm or RMSNorm"
             )
             continue
         trainable = [n for n, p in module._parameters.items() if p is not None and p.requires_grad]
@@ -322,6 +360,20 @@ def _make_trackers(
             if parameter is None or not parameter.requires_grad:
                 continue
             name = names[id(parameter)]
+            if name in trackers and trackers[name].kind != rule.kinds[local]:
+                raise UnsupportedModuleError(
+                    f"parameter {name!r} is shared by layers of different kinds ({trackers[name].modules[0]!r} and "
+                    f"{module_name!r}); give each its own, or freeze it"
+                )
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise UnsupportedModuleError(
+                    f"parameter {name!r} is {parameter.dtype}: rounding the sum of clipped gradients to half "
+                    "precision is not accounted; keep trainable parameters in float32"
+                )
+            if parameter.grad is not None:
+                raise UnclippedGradientError(
+                    f"parameter {name!r} has a gradient from before attach(); call model.zero_grad() first"
+                )
             if name not in trackers:
                 trackers[name] = _make_tracker(name, parameter, rule.kinds[local], estimator, sketch_dim)
             tracker = trackers[name]

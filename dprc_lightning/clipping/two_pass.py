@@ -19,6 +19,9 @@ from dprc_lightning.errors import (
 )
 from dprc_lightning.layers import Mode, PassState
 
+MIN_GRAD_NORM = 1e-12
+"""Squares of norms below 1e-19 are zero in float32: such a record is not clipped, which is right for any larger C."""
+
 _REENTRANT = (
     "no trainable layer of the attached model ran with gradients enabled: reentrant activation checkpointing "
     "(use_reentrant=True) cannot run the norm pass; set use_reentrant=False"
@@ -133,8 +136,8 @@ def clipped_backward(
         StepOrderError: A norm pass has not come before.
     """
     check_losses(losses)
-    if not 0.0 < max_grad_norm < float("inf"):
-        raise InvalidArgumentError("max_grad_norm", max_grad_norm, "expected a finite value > 0")
+    if not MIN_GRAD_NORM <= max_grad_norm < float("inf"):
+        raise InvalidArgumentError("max_grad_norm", max_grad_norm, f"expected a finite value >= {MIN_GRAD_NORM}")
     for name, value in (("norms", norms), ("weights", weights)):
         if value is not None and value.shape != losses.shape:
             raise LossShapeError(f"{name} of shape {tuple(value.shape)} for losses of shape {tuple(losses.shape)}")
@@ -154,10 +157,16 @@ def clipped_backward(
         factors = factors * weights.to(factors)
     if state.mode is not Mode.IDLE:
         raise StepOrderError("clipped_backward() was called inside another pass")
-    state.mode = Mode.CLIP
+    state.start_clipping(factors * scale, factors * norms / max_grad_norm)
     try:
         with torch.autocast(losses.device.type, enabled=False):
             backward((factors.to(losses.dtype) * losses).sum() * scale)
+        state.check_clipping()
+    except BaseException:
+        # Whatever was accumulated may be unclipped: nothing is left behind for an optimizer step.
+        for tracker in state.trackers.values():
+            tracker.parameter.grad = None
+        raise
     finally:
         state.abort()
     return factors

@@ -32,11 +32,13 @@ class _Lookup(torch.autograd.Function):
             # The padding row gets no gradient from here, but may get one from a tied head.
             output_gradient = output_gradient.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0.0)
         grad_weight = None
+        ctx.state.witness(ctx, ctx.tracker, output_gradient)
         if ctx.state.mode is Mode.NORM:
             ctx.state.add_factors(ctx.tracker, ids, output_gradient)
         else:
             rows = output_gradient.to(ctx.dtype)
             grad_weight = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
+            ctx.tracker.produced(grad_weight)
         return None, grad_weight, None, None, None, None
 
 

@@ -32,13 +32,14 @@ class _Save(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = output_gradient @ weight.to(output_gradient.dtype)
+        ctx.state.witness(ctx, ctx.tracker, output_gradient)
         if ctx.state.mode is Mode.NORM:
             ctx.state.add_factors(ctx.tracker, output_gradient, x)
         else:
             # In the weight's own precision: rounding the SUM over records to less would let one record move the
             # rounding of all the others, by more than its own clipped norm.
             rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(weight.dtype)
-            grad_weight = rows.mT @ x.reshape(-1, x.shape[-1]).to(weight.dtype)
+            grad_weight = ctx.tracker.produced(rows.mT @ x.reshape(-1, x.shape[-1]).to(weight.dtype))
         return grad_x, grad_weight, None, None, None, None
 
 
@@ -66,10 +67,12 @@ class _Bias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_bias = None
+        ctx.state.witness(ctx, ctx.tracker, output_gradient)
         if ctx.state.mode is Mode.NORM:
             ctx.state.add_vector(ctx.tracker, output_gradient)
         else:
-            grad_bias = output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0, dtype=torch.float32).to(ctx.dtype)
+            rows = output_gradient.reshape(-1, output_gradient.shape[-1])
+            grad_bias = ctx.tracker.produced(rows.sum(0).to(ctx.dtype))
         return output_gradient, grad_bias, None, None, None
 
 

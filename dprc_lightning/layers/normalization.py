@@ -24,11 +24,12 @@ class _Scale(torch.autograd.Function):
         grad_x = output_gradient * weight if ctx.needs_input_grad[0] else None
         per_position = output_gradient * normalised
         grad_weight = None
+        ctx.state.witness(ctx, ctx.tracker, output_gradient)
         if ctx.state.mode is Mode.NORM:
             ctx.state.add_vector(ctx.tracker, per_position)
         else:
             leading = per_position.ndim - weight.ndim
-            grad_weight = per_position.sum(tuple(range(leading)), dtype=torch.float32).to(weight.dtype)
+            grad_weight = ctx.tracker.produced(per_position.sum(tuple(range(leading))).to(weight.dtype))
         return grad_x, grad_weight, None, None, None
 
 

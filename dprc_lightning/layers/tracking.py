@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from dprc_lightning.errors import LossShapeError, StepOrderError
+from dprc_lightning.errors import LossShapeError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.sketch import Factors, Projections, sketch, squared_norms
 from dprc_lightning.sketch.hutchinson import Side
 
@@ -54,6 +54,9 @@ class ParameterTracker:
     _expected: int = 0
     _sum: Tensor | None = None
     _uses: list[Factors] = field(default_factory=list)
+    _produced_sum: Tensor | None = None
+    _produced_size: Tensor | None = None
+    _probe: tuple[Tensor, Tensor] | None = None
 
     def start(self) -> None:
         """Begin a norm pass: uses counted in the forward are now expected, and counting starts anew."""
@@ -65,6 +68,55 @@ class ParameterTracker:
         """Drop everything that was kept for the squared norm."""
         self._sum = None
         self._uses = []
+        self._produced_sum = self._produced_size = None
+
+    def produced(self, gradient: Tensor) -> Tensor:
+        """Called with each weight gradient that a layer returns in the clipped backward.
+
+        Args:
+            gradient: Of the parameter's shape.
+
+        Returns:
+            The same tensor.
+        """
+        total, size = self._fingerprint(gradient)
+        self._produced_sum = total if self._produced_sum is None else self._produced_sum + total
+        self._produced_size = size if self._produced_size is None else self._produced_size + size
+        return gradient
+
+    def foreign(self, gradient: Tensor) -> Tensor:
+        """Whether a gradient about to be accumulated is more than the layers produced.
+
+        Args:
+            gradient: The sum over all paths to the parameter.
+
+        Returns:
+            Scalar, bool.
+        """
+        total, _ = self._fingerprint(gradient)
+        if self._produced_sum is None or self._produced_size is None:
+            return torch.ones_like(total, dtype=torch.bool)
+        # Rounding stays below 1e-5; a foreign gradient of a thousandth of the layers' own is seen.
+        return (total - self._produced_sum).abs() > 1e-3 * self._produced_size + 1e-30
+
+    def _fingerprint(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """A linear functional with random coefficients, and the norm that bounds its rounding.
+
+        A plain sum would not do: the gradient of a softmax sums to zero over the vocabulary.
+
+        Args:
+            gradient: Of the parameter's shape.
+
+        Returns:
+            u^T G v and ||G||_F, scalars.
+        """
+        matrix = gradient.detach().reshape(gradient.shape[0], -1)
+        if self._probe is None or self._probe[0].device != matrix.device:
+            # Public and fixed on purpose: this finds mistakes, it keeps no secret.
+            generator = torch.Generator().manual_seed(0)
+            draws = [torch.randn(n, generator=generator).to(matrix) for n in matrix.shape]
+            self._probe = (draws[0], draws[1])
+        return (matrix @ self._probe[1]) @ self._probe[0], torch.linalg.vector_norm(matrix)
 
     def _arrived(self) -> bool:
         """Count one contribution.
@@ -149,6 +201,9 @@ class PassState:
         self.anchors: dict[torch.device, Tensor] = {}
         self._squared: Tensor | None = None
         self._records = 0
+        self._scales: Tensor | None = None
+        self._carried = torch.zeros(0)
+        self._findings: list[tuple[str, Tensor]] = []
 
     def anchor(self, device: torch.device) -> Tensor:
         """A scalar that every instrumented op takes, and the only input asked of `autograd.grad` in the norm pass.
@@ -190,10 +245,91 @@ class PassState:
         squared, self._squared = self._squared, None
         return squared
 
+    def start_clipping(self, scales: Tensor, carried: Tensor) -> None:
+        """Begin the clipped backward.
+
+        Args:
+            scales: What each record's loss is multiplied by, [B].
+            carried: Norm of each clipped gradient as a share of C, [B] in [0, 1].
+        """
+        self._scales, self._carried, self._findings = scales.float(), carried.float(), []
+        self.mode = Mode.CLIP
+
+    def check_clipping(self) -> None:
+        """After the clipped backward: was it that of the norm pass, and did nothing else reach a parameter?
+
+        Guarantee: the clip factor of a record bounds its contribution only if the second backward is the first one
+        times the factor, and if no gradient comes by another way than through the layers whose norms were taken.
+
+        Raises:
+            UnclippedGradientError: One of the two does not hold.
+        """
+        for message, found in self._findings:
+            if bool(found):
+                raise UnclippedGradientError(message)
+
+    def witness(self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor) -> None:
+        """Called by every layer's backward: the output gradients of both passes must agree up to the factors.
+
+        They do not under a backward that is not linear (a hook that normalises gradients), under dropout that is drawn
+        again in a recomputation, or when the losses of the two passes are not the same.
+
+        Args:
+            ctx: The autograd node's own context, which lives as long as the graph.
+            tracker: The parameter.
+            output_gradient: [B, ...].
+
+        Raises:
+            StepOrderError: The clipped backward of a graph that no norm pass has seen.
+            UnsupportedModuleError: The gradient is in half precision.
+        """
+        if output_gradient.dtype in (torch.bfloat16, torch.float16):
+            raise UnsupportedModuleError(
+                f"module {tracker.modules[0]!r}: its output gradient is {output_gradient.dtype}, and what half "
+                "precision takes off a norm is not accounted; run the trainable layers in float32 (no autocast)"
+            )
+        if self.mode is Mode.IDLE:
+            return
+        sizes = torch.linalg.vector_norm(output_gradient.flatten(1), dim=1, dtype=torch.float32)
+        if self.mode is Mode.NORM:
+            ctx.sizes = sizes
+            return
+        if not hasattr(ctx, "sizes") or self._scales is None:
+            raise StepOrderError(
+                f"module {tracker.modules[0]!r}: no norm pass has seen it; call norms(losses) and clipped_backward("
+                "losses, ...) with the same losses of the same forward, and checkpoint with use_reentrant=False"
+            )
+        scales, carried = self._scales.to(sizes.device), self._carried.to(sizes.device)
+        expected = ctx.sizes * scales
+        # By how much of C the record's contribution may be off; rounding of a gradient that is all but zero is neither.
+        apart = (carried * (sizes - expected).abs() > 0.01 * expected) & ((sizes - expected).abs() > 1e-5 * scales)
+        self._findings.append((
+            f"module {tracker.modules[0]!r}: its gradients in the clipped backward are not those of the norm pass "
+            "times the clip factors; give both the same losses, no hook that changes gradients, and checkpoint with "
+            "preserve_rng_state=True",
+            apart.any(),
+        ))
+
+    def watch(self, tracker: ParameterTracker, gradient: Tensor) -> None:
+        """Called with what is about to be added to a parameter's gradient.
+
+        Args:
+            tracker: The parameter.
+            gradient: Of its shape.
+        """
+        if self.mode is Mode.CLIP:
+            self._findings.append((
+                f"parameter {tracker.name!r} got a gradient that does not come from its module's forward (a functional "
+                "use, a penalty on the weights, a second-order loss): its norm was not taken; call the module, or "
+                "freeze it",
+                tracker.foreign(gradient),
+            ))
+
     def abort(self) -> None:
         """Back to idle, with nothing kept; right after either pass, also after an exception."""
         self.mode = Mode.IDLE
-        self._squared = None
+        self._squared = self._scales = None
+        self._findings = []
         for tracker in self.trackers.values():
             tracker.clear()
 
@@ -252,6 +388,10 @@ class Instrumentation:
     trackers: Mapping[str, ParameterTracker]
     original_class: type[nn.Module]
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # A copy would share the projection's key and be guarded by nothing.
+        raise UnsupportedModuleError("an attached model cannot be copied or pickled: call detach() first")
+
 
 ATTRIBUTE = "_dprc_instrumentation"
 
@@ -265,10 +405,17 @@ def active(module: nn.Module, name: str) -> tuple[PassState, ParameterTracker] |
 
     Returns:
         The pass state and the tracker, or None where the parameter is frozen or no graph is being built.
+
+    Raises:
+        UnsupportedModuleError: The module's parameter is not the one that was attached.
     """
     carried: Instrumentation = module.__dict__[ATTRIBUTE]
     tracker = carried.trackers.get(name)
     if tracker is None or not tracker.parameter.requires_grad or not torch.is_grad_enabled():
         return None
+    if module._parameters.get(name) is not tracker.parameter:
+        raise UnsupportedModuleError(
+            f"parameter {tracker.name!r} was replaced or tied after attach(); detach, change the model, attach again"
+        )
     carried.state.count_use(tracker)
     return carried.state, tracker

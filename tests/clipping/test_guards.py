@@ -1,5 +1,8 @@
 """What is refused, and that detach leaves no trace."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from cases import CASES, TinyLM, make, tiny_llama, token_batch
@@ -105,7 +108,7 @@ class TestUnsupported:
         x = torch.randn(3, 4, requires_grad=True)
         losses = model[2](checkpoint(model[:2], x, use_reentrant=True)).square().sum(1)
         norms = handle.norms(losses)
-        with pytest.raises(UnclippedGradientError, match="use_reentrant"):
+        with pytest.raises((UnclippedGradientError, StepOrderError), match="use_reentrant"):
             handle.clipped_backward(losses, max_grad_norm=1.0, norms=norms)
 
 
@@ -185,13 +188,139 @@ class TestUnclippedGradients:
         with pytest.raises(UnclippedGradientError, match="outside of its module's forward"):
             handle.clipped_backward(losses, max_grad_norm=1.0, norms=norms)
 
+    @pytest.mark.parametrize("way", ["tied functional head", "penalty on the weights", "gradient penalty"])
+    def test_a_gradient_that_comes_by_a_second_way(self, way):
+        """The module's own use has its norm taken; the other one must not slip in beside it."""
+        torch.manual_seed(0)
+        if way == "tied functional head":
+            model = nn.Sequential(nn.Embedding(11, 8))
+            ids = torch.randint(0, 11, (4, 5))
+            logits = lambda: nn.functional.linear(20 * model(ids), model[0].weight)  # noqa: E731
+            losses = lambda: nn.functional.cross_entropy(logits().mT, ids.roll(1, 1), reduction="none").sum(1)  # noqa: E731
+        else:
+            model = small()
+            x = torch.randn(4, 4, requires_grad=True)
+
+            def losses():
+                out = model(x).sum(1)
+                if way == "penalty on the weights":
+                    return out.square() + model[0].weight.square().sum()
+                (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+                return out.square() + 50 * g.square().sum(1)
+
+        handle = attach(model, "exact")
+        with pytest.raises(UnclippedGradientError, match="does not come from its module's forward"):
+            handle.clipped_backward(losses(), max_grad_norm=1.0)
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_two_passes_of_different_losses(self):
+        model = small()
+        handle = attach(model, "exact")
+        losses = losses_of(model)
+        norms = handle.norms(losses)
+        with pytest.raises(UnclippedGradientError, match="same losses"):
+            handle.clipped_backward(1000 * losses, max_grad_norm=1.0, norms=norms)
+        with pytest.raises(StepOrderError, match="same forward"):
+            handle.clipped_backward(losses_of(model), max_grad_norm=1.0, norms=norms)
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_dropout_that_is_drawn_again(self):
+        model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+        handle = attach(model, "exact")
+        options = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+        losses = checkpoint(model, torch.randn(3, 4), **options).squeeze(-1) * 20
+        with pytest.raises(UnclippedGradientError, match="preserve_rng_state"):
+            handle.clipped_backward(losses, max_grad_norm=1.0)
+
+    def test_a_saturated_record_is_no_mismatch(self):
+        """A gradient of rounding errors differs between the passes, and does not matter."""
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        with torch.no_grad():
+            model[2].weight.mul_(300)
+        handle = attach(model, "exact")
+        x = torch.randn(64, 4)
+        labels = model(x).argmax(1)
+        losses = nn.functional.cross_entropy(model(x) * 5, labels, reduction="none")
+        handle.clipped_backward(losses, max_grad_norm=0.5, scale=1 / 7)
+
     def test_autograd_grad_stays_free(self):
         model = small()
         attach(model)
         torch.autograd.grad(losses_of(model).sum(), list(model.parameters()))
 
 
+class TestChangedModels:
+    def test_unfrozen_after_attach(self):
+        model = small()
+        model[2].requires_grad_(False)
+        handle = attach(model)
+        model[2].requires_grad_(True)
+        with pytest.raises(UnsupportedModuleError, match="became trainable"):
+            handle.norms(losses_of(model))
+
+    def test_replaced_or_tied_after_attach(self):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        attach(model)
+        model[1].weight = model[0].weight
+        with pytest.raises(UnsupportedModuleError, match="replaced or tied"):
+            losses_of(model)
+
+    def test_shared_by_layers_of_different_kinds(self):
+        model = nn.Sequential(nn.RMSNorm((2, 3)), nn.Linear(3, 2, bias=False))
+        model[1].weight = model[0].weight
+        with pytest.raises(UnsupportedModuleError, match="different kinds"):
+            attach(model)
+
+    def test_half_precision(self):
+        with pytest.raises(UnsupportedModuleError, match="bfloat16"):
+            attach(small().bfloat16())
+        model = small()
+        handle = attach(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = losses_of(model).float()
+        with pytest.raises(UnsupportedModuleError, match="autocast"):
+            handle.norms(losses)
+
+    def test_copies(self):
+        model = small()
+        attach(model)
+        for copying in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UnsupportedModuleError, match=r"detach\(\)"):
+                copying(model)
+
+    def test_running_statistics(self):
+        with pytest.raises(UnsupportedModuleError, match="running statistics"):
+            attach(nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(3, track_running_stats=True)))
+
+        class Counts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(4))
+
+            def forward(self, x):
+                self.seen += x.detach().sum(0)
+                return x
+
+        model = nn.Sequential(Counts(), small())
+        handle = attach(model)
+        handle.begin_step()
+        with pytest.raises(UnsupportedModuleError, match=r"buffer '0\.seen'"):
+            handle.norms(losses_of(model))
+
+
 class TestSteps:
+    def test_a_projection_does_not_serve_two_steps(self):
+        model = small()
+        handle = attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle.begin_step()
+        handle.clipped_backward(losses_of(model), max_grad_norm=1.0)
+        optimizer.step()
+        with pytest.raises(StepOrderError, match="every logical step"):
+            handle.norms(losses_of(model))
+        handle.begin_step()
+        handle.norms(losses_of(model))
+
     def test_a_projection_never_repeats(self):
         handle = attach(small())
         handle.begin_step(3)
@@ -231,6 +360,9 @@ def test_detach_leaves_no_trace(case):
         assert type(module) is before[name][0]
         assert set(module.__dict__) == set(before[name][1])
     case.losses(model, batch).sum().backward()
+    with pytest.raises(UnclippedGradientError, match="zero_grad"):
+        attach(model)
+    model.zero_grad()
     attach(model)
 
 
