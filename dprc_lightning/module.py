@@ -222,6 +222,12 @@ class DPRCModule(pl.LightningModule):
             problems.append(
                 f"trainer.max_steps={self.trainer.max_steps}: privacy.steps={steps} decides; leave max_steps out"
             )
+        products = torch.get_float32_matmul_precision()
+        if products != "highest" and not self.privacy.baseline_without_privacy:
+            problems.append(
+                f"torch.set_float32_matmul_precision({products!r}): what it takes off a norm is not accounted; "
+                'set it to "highest"'
+            )
         precision = self.trainer.precision
         if precision != "32-true" and not self.privacy.baseline_without_privacy:
             problems.append(

@@ -23,7 +23,8 @@ class EpsilonBounds(NamedTuple):
     Attributes:
         lower: Certified: some record's gradients really meet this epsilon. 0 where no attained law is known.
         estimate: Best guess at the worst case, between the two.
-        upper: Certified, the one to report; inf if no finite epsilon can be certified.
+        upper: Certified (if the event's law is: a law of one's own says so itself);
+            the one to report; inf if no finite epsilon can be certified.
     """
 
     lower: float

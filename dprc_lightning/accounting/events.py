@@ -34,7 +34,7 @@ class StepEvent:
     * the projection is drawn afresh for each logical step, independent of parameters, data and noise, with exactly
       ``sketch_dim`` columns of entries with variance ``1 / sketch_dim``, and shared by all records of the step; it may
       be public (arXiv 2605.24879);
-    * the factor never exceeds max_grad_norm / n_hat, and is zero for a record without gradient;
+    * the factor never exceeds max_grad_norm / n_hat, and a record without gradient adds nothing;
     * noise of standard deviation ``noise_multiplier * max_grad_norm`` is added once to the sum.
 
 

@@ -166,6 +166,12 @@ class ClippingHandle:
 
     def _check_model(self) -> None:
         """What must not have happened between the step's beginning and this norm pass."""
+        precision = torch.get_float32_matmul_precision()
+        if precision != "highest":
+            raise UnsupportedModuleError(
+                f"torch.set_float32_matmul_precision({precision!r}): what it takes off a norm is not accounted; "
+                'set it to "highest"'
+            )
         known = {id(parameter) for parameter in self.parameters}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:

@@ -59,6 +59,10 @@ def check_losses(losses: Tensor) -> None:
             f"losses of shape {tuple(losses.shape)}: one loss per record, shape [B], is needed; "
             'use reduction="none" and sum over a record\'s own positions only'
         )
+    if losses.dtype not in (torch.float32, torch.float64):
+        raise LossShapeError(
+            f"losses are {losses.dtype}: multiplied there, a clip factor would be rounded up; make them float32"
+        )
     if not losses.requires_grad:
         raise LossShapeError(
             "losses do not require grad: no trainable layer of the attached model took part in making them; "

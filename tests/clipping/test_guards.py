@@ -281,6 +281,18 @@ class TestChangedModels:
         with pytest.raises(UnsupportedModuleError, match="autocast"):
             handle.norms(losses)
 
+    def test_low_precision_products_and_losses(self):
+        model = small()
+        handle = attach(model)
+        with pytest.raises(LossShapeError, match="bfloat16"):
+            handle.norms(losses_of(model).bfloat16())
+        torch.set_float32_matmul_precision("medium")
+        try:
+            with pytest.raises(UnsupportedModuleError, match="set_float32_matmul_precision"):
+                handle.norms(losses_of(model))
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
     def test_copies(self):
         model = small()
         attach(model)
