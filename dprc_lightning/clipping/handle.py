@@ -2,12 +2,12 @@
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from dprc_lightning.clipping.plan import PlanRow, plan_row
 from dprc_lightning.clipping.two_pass import clipped_backward, norm_pass
 from dprc_lightning.errors import InvalidArgumentError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.keys import derive
@@ -24,31 +24,6 @@ from dprc_lightning.sketch import GaussianProjections, Projections, cheaper_side
 
 Estimator = Literal["auto", "exact", "hutchinson", "hutchpp"]
 Projection = Literal["gaussian", "rademacher"]
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """How one trainable parameter's norm is had.
-
-    Attributes:
-        parameter: Its name.
-        modules: Names of the modules that use it; more than one where tied.
-        shape: Its shape.
-        estimator: ``exact`` or ``hutchinson``.
-        side: ``output`` (first axis) or ``input`` (second axis), the one that P contracts; ``-`` where exact.
-        projection_floats: float32 numbers of P, once per logical step.
-        sketch_floats: float32 numbers of the sketch, per record of the micro-batch.
-        flops_per_token: Floating-point operations of the sketch, per token; 0 where exact (it depends on T).
-    """
-
-    parameter: str
-    modules: tuple[str, ...]
-    shape: tuple[int, ...]
-    estimator: str
-    side: str
-    projection_floats: int
-    sketch_floats: int
-    flops_per_token: int
 
 
 class ClippingHandle:
@@ -149,7 +124,7 @@ class ClippingHandle:
 
     def plan(self) -> list[PlanRow]:
         """One row per trainable parameter: how its norm is had, and at what cost."""
-        return [_plan_row(tracker, self._sketch_dim or 0) for tracker in self._state.trackers.values()]
+        return [plan_row(tracker, self._sketch_dim or 0) for tracker in self._state.trackers.values()]
 
     def detach(self) -> None:
         """Make the model exactly what it was. Safe to call twice."""
@@ -395,13 +370,3 @@ def _make_tracker(name: str, parameter: nn.Parameter, kind: str, estimator: str,
     n0, n1 = parameter.shape
     exact = estimator == "exact" or (estimator == "auto" and n0 * n1 <= sketch_dim * (n0 + n1))
     return ParameterTracker(name, parameter, "matrix", "exact" if exact else "hutchinson", cheaper_side(n0, n1))
-
-
-def _plan_row(tracker: ParameterTracker, sketch_dim: int) -> PlanRow:
-    shape = tuple(tracker.parameter.shape)
-    common = (tracker.name, tuple(tracker.modules), shape, tracker.estimator)
-    if tracker.estimator == "exact":
-        return PlanRow(*common, "-", 0, tracker.parameter.numel() if tracker.kind == "vector" else 0, 0)
-    projected, other = shape[tracker.side], shape[1 - tracker.side]
-    side = "output" if tracker.side == 0 else "input"
-    return PlanRow(*common, side, sketch_dim * projected, sketch_dim * other, 2 * sketch_dim * (projected + other))

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dprc_lightning.layers.tracking import Mode, ParameterTracker, PassState, active
+from dprc_lightning.layers.tracker import ParameterTracker
+from dprc_lightning.layers.tracking import Mode, PassState, active
 
 
 class _Save(torch.autograd.Function):
