@@ -170,6 +170,8 @@ class DPRCModule(pl.LightningModule):
         """
         num_records = self._check()
         self.clock = StepClock()
+        # A refused second fit must not rewrite the report of the first.
+        self.private_run = None
         private = not self.privacy.baseline_without_privacy
         resuming = self.trainer.ckpt_path is not None
         folder = self._run_folder(resuming)
