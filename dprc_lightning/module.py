@@ -261,6 +261,9 @@ class DPRCModule(pl.LightningModule):
         loop.epoch_loop.max_steps = already + run.steps_left
         # For the progress bar: the steps come to an end first.
         loop.max_epochs = math.ceil(max(already + run.steps_left, 1) / resolved.steps_per_epoch)
+        if already:
+            # Lightning counts the epoch that a checkpoint ended in once more: the limit must not end the run early.
+            loop.max_epochs += loop.epoch_progress.current.completed + 2
 
     def release_privacy(self) -> None:
         """Called by the strategy at the end: the model is an ordinary one again, and the ledger is closed."""

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from scipy import stats
 from torch import nn
 from toy import ToyData, ToyModule, ZeroNoise, checkpointing, privacy, trainer
@@ -260,6 +261,20 @@ class TestResume:
         assert again.sequences == [3]
         assert Ledger.open(tmp_path, read_only=True).steps == 4
         assert RunSecret.load(tmp_path).subkey is not secret
+
+    @pytest.mark.parametrize("failed_at", [5, 9])
+    def test_the_whole_budget_is_used_over_epochs(self, tmp_path, failed_at):
+        """Four steps an epoch, twelve in the budget; the run dies in its second or third epoch."""
+        module = ToyModule(privacy(steps=12))
+        module.fail_at = failed_at
+        every_epoch = {"callbacks": [ModelCheckpoint(tmp_path / "checkpoints", filename="{step}")]}
+        with pytest.raises(RuntimeError):
+            trainer(tmp_path, enable_checkpointing=True, **every_epoch).fit(module, datamodule=ToyData())
+        (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
+        again = ToyModule(privacy(steps=12))
+        trainer(tmp_path).fit(again, datamodule=ToyData(), ckpt_path=checkpoint, weights_only=True)
+        assert again.sequences == list(range(failed_at, 12))
+        assert read_report(tmp_path)["status"] == "finished"
 
     def test_a_fresh_start_in_a_used_folder_is_refused(self, tmp_path):
         self.interrupted(tmp_path)

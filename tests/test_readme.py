@@ -78,7 +78,10 @@ def test_commands_on_the_articles(tmp_path):
     assert [read_report(folder)["private"] for folder in runs] == [True, False, True]
     (checkpoint,) = runs[0].rglob("*.ckpt")
     (validate,) = [c for c in COMMANDS if c.startswith("dprc validate")]
-    run(validate.replace("RUN/checkpoints/last.ckpt", str(checkpoint)) + " --data.init_args.sizes [160,16,16]")
+    run(
+        validate.replace("RUN/checkpoints/epoch=1-step=13.ckpt", str(checkpoint))
+        + " --data.init_args.sizes [160,16,16]"
+    )
     assert "val/accuracy" in read_report(runs[0])["metrics"]
     (report,) = [c for c in COMMANDS if c.startswith("dprc report")]
     out = run(report.replace("RUN", str(runs[0]), 1).replace("RUN", str(runs[1])))
