@@ -15,7 +15,8 @@ class PrivacyConfig:
     """The mechanism: DP-SGD with randomized clipping under Poisson sampling, add/remove one record.
 
     Args:
-        delta: Probability that the epsilon bound may fail; at most 1 / number of training records.
+        delta: What the probabilities with and without a record may differ by beyond the factor exp(epsilon); at most
+            1 / number of training records.
         epsilon: Target. The noise multiplier is calibrated to it. Give this OR noise_multiplier.
         noise_multiplier: sigma: the noise has standard deviation sigma * max_grad_norm on the sum of clipped gradients.
         sample_rate: q, probability of each record to be in a logical batch. Give this OR expected_batch_size.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dprc_lightning.callbacks import PrivacyReport
 from dprc_lightning.clipping import ClippingHandle, attach
+from dprc_lightning.clipping.two_pass import matmul_precision
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
 from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
 from dprc_lightning.dropout import secret_dropout
@@ -224,7 +225,7 @@ class DPRCModule(pl.LightningModule):
             problems.append(
                 f"trainer.max_steps={self.trainer.max_steps}: privacy.steps={steps} decides; leave max_steps out"
             )
-        products = torch.get_float32_matmul_precision()
+        products = matmul_precision()
         if products != "highest" and not self.privacy.baseline_without_privacy:
             problems.append(
                 f"torch.set_float32_matmul_precision({products!r}): what it takes off a norm is not accounted; "

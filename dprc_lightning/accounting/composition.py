@@ -166,6 +166,9 @@ def epsilon_for_delta(pmf: LossPMF, interval: float, delta: float, floor: float 
         at_grid = upper - np.exp(np.minimum(loss - reference, 700.0)) * lower
     crossed = np.flatnonzero(at_grid > delta)
     # at_grid[i] is the divergence at loss[i]; between loss[i] and the next lower loss the same sums apply.
+    if crossed.size and crossed[0] == 0:
+        # delta equals the mass at infinity up to rounding: above the largest loss is the only safe answer.
+        return float(max(floor, loss[0]))
     last = int(crossed[0]) - 1 if crossed.size else loss.size - 1
     if upper[last] <= delta or lower[last] <= 0:
         return float(max(floor, loss[min(last + 1, loss.size - 1)]))

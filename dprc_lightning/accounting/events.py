@@ -49,7 +49,7 @@ class StepEvent:
             in its tail: the upper bound is the same, but a rank-one gradient is captured exactly, so that the lower
             bound is that of exact norms.
         norm_slack: Largest relative under-estimate of a norm by arithmetic, in [0, 1): it multiplies Z by
-            1 / (1 - norm_slack). 0 for norms accumulated in float32.
+            1 / (1 - norm_slack). 0 for norms accumulated in float32 and floored.
         neighboring_relation: Only "add_or_remove_one" is covered.
         law: A law of one's own in place of ``sketch_dim``; such an event cannot be written to a ledger.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dprc_lightning.clipping.plan import PlanRow, plan_row
-from dprc_lightning.clipping.two_pass import clipped_backward, norm_pass
+from dprc_lightning.clipping.two_pass import clipped_backward, matmul_precision, norm_pass
 from dprc_lightning.errors import InvalidArgumentError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.keys import derive
 from dprc_lightning.layers import (
@@ -141,7 +141,7 @@ class ClippingHandle:
 
     def _check_model(self) -> None:
         """What must not have happened between the step's beginning and this norm pass."""
-        precision = torch.get_float32_matmul_precision()
+        precision = matmul_precision()
         if precision != "highest":
             raise UnsupportedModuleError(
                 f"torch.set_float32_matmul_precision({precision!r}): what it takes off a norm is not accounted; "

@@ -45,6 +45,20 @@ def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
     return (max_grad_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 
+def matmul_precision() -> str:
+    """What float32 products are made in: torch's own word, ``highest`` for float32.
+
+    torch raises where its old and its new settings were mixed; something lower may then be in force.
+
+    Returns:
+        torch's word, or where to look.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "set by torch.backends.*.fp32_precision"
+
+
 def check_losses(losses: Tensor) -> None:
     """Refuse anything but one connected loss per record.
 

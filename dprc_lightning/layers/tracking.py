@@ -79,6 +79,7 @@ class PassState:
             Squared norms of the whole gradient [B], float32; None if no parameter contributed.
         """
         for tracker in self.trackers.values():
+            self._accumulate(tracker.squared_floor())
             self._accumulate(tracker.finish())
         squared, self._squared = self._squared, None
         return squared
@@ -185,6 +186,10 @@ class PassState:
         rows = right.shape[1:-1].numel()
         left = left.reshape(self._records, rows, *left.shape[-1:] if left.is_floating_point() else ())
         use = Factors(left, right.reshape(self._records, rows, n1), (n0, n1))
+        sizes = torch.linalg.vector_norm(use.right, dim=-1, dtype=torch.float32)
+        if not use.one_hot:
+            sizes = sizes * torch.linalg.vector_norm(use.left, dim=-1, dtype=torch.float32)
+        tracker.add_terms(sizes.sum(1))
         self._accumulate(tracker.add_factors(use, self.projections))
 
     def add_vector(self, tracker: ParameterTracker, per_position: Tensor) -> None:
@@ -198,6 +203,8 @@ class PassState:
         self._check_batch(tracker, per_position, trailing=dims)
         positions = tuple(range(1, per_position.ndim - dims))
         per_record = per_position.float()
+        terms = torch.linalg.vector_norm(per_record, dim=tuple(range(per_record.ndim - dims, per_record.ndim)))
+        tracker.add_terms(terms.flatten(1).sum(1) if positions else terms)
         self._accumulate(tracker.add_vector(per_record.sum(positions) if positions else per_record))
 
     def _check_batch(self, tracker: ParameterTracker, value: Tensor, trailing: int) -> None:

@@ -51,7 +51,7 @@ def gram(a: Factors, b: Factors, record: int) -> Tensor:
     <A_l^T A_r, B_l^T B_r> = sum over (t, s) of <A_l[t], B_l[s]> <A_r[t], B_r[s]>.
 
     In float64: where tokens nearly cancel, the sum is far smaller than its terms, and float32 could put a large norm at
-    zero. (A sketch or a whole matrix adds up before it squares and has no such difficulty.)
+    zero. (A sketch or a whole matrix adds up before it squares, and loses less.)
 
     Args:
         a: First use, T rows.

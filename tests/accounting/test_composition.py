@@ -109,3 +109,13 @@ def test_grid_covers_its_range_with_relative_spacing(bottom: float, top: float) 
     gaps = np.diff(points)
     assert np.all(gaps >= 1)
     assert np.all(gaps <= 1 + np.abs(points).astype(float)[:-1] / 50 + np.abs(points).astype(float)[1:] / 50)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("extra", [0.0, 1.4e-17])
+def test_a_delta_equal_to_the_infinite_mass_is_not_read_too_small(seed: int, extra: float) -> None:
+    """Only losses above the largest one are left to delta then: any smaller epsilon fails by the whole finite mass."""
+    infinity = 10.0 ** -(1 + seed % 8)
+    pmf = _random(seed, 20, infinity)
+    pmf = LossPMF(pmf.index, pmf.mass * (1.0 - infinity), infinity)
+    assert epsilon_for_delta(pmf, H, infinity + extra) >= pmf.index.max() * H - 1e-9

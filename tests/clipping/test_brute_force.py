@@ -85,6 +85,29 @@ def test_micro_batches_under_one_projection_equal_one_batch(case: Case):
         assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6), name
 
 
+@pytest.mark.parametrize("estimator", ["exact", "hutchinson"])
+@pytest.mark.parametrize(("width", "tokens"), [(128, 8), (64, 400), (256, 64)])
+def test_a_record_whose_positions_cancel_moves_the_sum_by_less_than_the_threshold(width, tokens, estimator):
+    """Its gradient is zero but for rounding, which is a thousand times C here; beside 32 ordinary records."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(width, width)
+    handle = attach(layer, estimator, seed=3)
+    handle.begin_step()
+    x, u = torch.randn(2, 33, tokens, width)
+    half = tokens // 2
+    x[-1, half:] = x[-1, :half]
+    u[-1] = torch.cat([u[-1, :half], -u[-1, :half]]) * 1e4
+
+    def clipped_sum(rows):
+        handle.clipped_backward((layer(x[rows]) * u[rows]).sum((1, 2)), max_grad_norm=1e-3)
+        gradient = torch.cat([p.grad.double().flatten() for p in layer.parameters()])
+        layer.zero_grad()
+        return gradient
+
+    shift = (clipped_sum(slice(None)) - clipped_sum(slice(32))).norm() / 1e-3
+    assert shift < 0.05
+
+
 def test_weights_scale_and_backward_are_applied():
     case = CASES[0]
     model, batch = make(case)
