@@ -28,10 +28,10 @@ class DPRCModule(pl.LightningModule):
 
     Guarantee: one logical step is subsampled DP-SGD with randomized clipping (arXiv 2605.24879) as the accountant
     counts it. (1) The ledger has the step before anything of it is drawn, and its number selects batch, projection and
-    dropout. (2, 3) All records of the logical batch share one projection P, and a record's norm depends on that
-    record, the parameters and P alone, if `per_sample_loss` keeps the records apart. (4) Each gradient is scaled by
-    min(C / norm, 1) and the sum by the constant 1 / (q N), never by the realised batch size. (5) The strategy adds
-    N(0, (sigma C / (q N))^2) once to each element before the optimizer sees it, also when no record was drawn.
+    dropout. (2, 3) All records of the logical batch share one projection P, and a record's norm depends on that record,
+    its dropout masks, the parameters and P alone, if `per_sample_loss` keeps the records apart. (4) Each gradient is
+    scaled by min(C / norm, 1) and the sum by the constant 1 / (q N), never by the realised batch size. (5) The strategy
+    adds N(0, (sigma C / (q N))^2) once to each element before the optimizer sees it, also when no record was drawn.
 
     Args:
         privacy: The mechanism.

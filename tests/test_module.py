@@ -23,7 +23,7 @@ from dprc_lightning.errors import (
     UnprotectedStrategyError,
     UnsupportedModuleError,
 )
-from dprc_lightning.keys import RunSecret
+from dprc_lightning.keys import Domain, RunSecret
 from dprc_lightning.report import read_report
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -101,27 +101,26 @@ def test_an_empty_batch_is_a_step_like_any_other(tmp_path):
 
 
 def test_huge_noise_destroys_accuracy(tmp_path):
-    accuracies = {}
-    for sigma in (0.3, 300.0):
+    def accuracy(sigma, name):
         module = ToyModule(privacy(noise_multiplier=sigma, steps=20, sample_rate=0.5, allow_large_delta=True))
-        run = trainer(tmp_path / str(sigma))
-        run.fit(module, datamodule=ToyData(400))
+        trainer(tmp_path / name).fit(module, datamodule=ToyData(400))
         data = ToyData(400)
         with torch.no_grad():
-            accuracies[sigma] = [float((module.net(data.x).argmax(-1) == data.y).float().mean())]
-    assert accuracies[0.3][0] > 0.9
-    assert accuracies[300.0][0] < 0.85
+            return float((module.net(data.x).argmax(-1) == data.y).float().mean())
+
+    assert accuracy(0.3, "little") > 0.9
+    # A random boundary is right by luck now and then, eight of them in a row are not.
+    assert min(accuracy(300.0, f"huge{i}") for i in range(8)) < 0.7
 
 
 def test_the_users_seed_decides_nothing_private(tmp_path):
     """Same seed, two runs: other batches, other noise, other projections."""
-    ends, batches = [], []
+    ends = []
     for name in ("a", "b"):
         pl.seed_everything(7, verbose=False)
         module = ToyModule(privacy(estimator="hutchinson", sketch_dim=32))
         trainer(tmp_path / name).fit(module, datamodule=ToyData())
         ends.append(torch.cat([p.detach().flatten() for p in module.net.parameters()]))
-        batches.append(tuple(module.batch_sizes))
     assert not torch.allclose(ends[0], ends[1], atol=1e-3)
     # With the noise gone, batches and projections still differ.
     ends = []
@@ -251,7 +250,7 @@ class TestResume:
 
     def test_it_goes_on_with_new_numbers_and_stops_within_the_budget(self, tmp_path):
         self.interrupted(tmp_path)
-        secret = RunSecret.load(tmp_path).subkey
+        sampling = RunSecret.load(tmp_path).subkey(Domain.SAMPLING)
         again = ToyModule(privacy())
         # Step 2 is in the ledger but in no checkpoint: it is spent, and must not be drawn again.
         checkpoint = tmp_path / "checkpoints" / "step=2.ckpt"
@@ -260,7 +259,7 @@ class TestResume:
         run.fit(again, datamodule=ToyData(), ckpt_path=checkpoint, weights_only=True)
         assert again.sequences == [3]
         assert Ledger.open(tmp_path, read_only=True).steps == 4
-        assert RunSecret.load(tmp_path).subkey is not secret
+        assert RunSecret.load(tmp_path).subkey(Domain.SAMPLING) == sampling, "the same run goes on with its own secret"
 
     @pytest.mark.parametrize("failed_at", [5, 9])
     def test_the_whole_budget_is_used_over_epochs(self, tmp_path, failed_at):
