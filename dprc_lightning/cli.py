@@ -75,7 +75,7 @@ def _light(arguments: list[str]) -> int:
 
     bench = commands.add_parser("bench", help="cost of a private step, as ratios to a non-private one")
     benches = bench.add_subparsers(dest="what", metavar="what", required=True)
-    step = benches.add_parser("step", help="FLOPs and CPU seconds of one step on a small Llama, alternating in one run")
+    step = benches.add_parser("step", help="FLOPs, peak memory and CPU seconds of one step of a small Llama")
     step.add_argument("--tokens", type=int, default=512, help="T")
     step.add_argument("--records", type=int, default=4, help="B")
     step.add_argument("--sketch_dim", type=int, nargs="+", default=[32], help="k of each row; exact norms come beside")
@@ -157,12 +157,14 @@ def _bench_step(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(found))
         return 0
-    print(f"{'step':<20} {'GFLOP':>9} {'ratio':>6} {'CPU s':>8} {'ratio':>6}")
+    print(f"{'step':<20} {'GFLOP':>9} {'ratio':>6} {'peak MiB':>9} {'ratio':>6} {'CPU s':>8} {'ratio':>6}")
     for row in found["rows"]:
         print(
             f"{row['step']:<20} {row['flops'] / 1e9:>9.2f} {row['flops_ratio']:>6.3f} "
+            f"{row['peak_bytes'] / 2**20:>9.1f} {row['peak_ratio']:>6.3f} "
             f"{row['cpu_seconds_min']:>8.3f} {row['cpu_ratio']:>6.2f}"
         )
+    print("peak: live tensors at one time (parameters, gradients, activations, temporaries; no optimizer)")
     print(f"{found['shape']}, {found['rounds']} rounds, {found['machine']}")
     return 0
 

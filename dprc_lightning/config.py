@@ -28,6 +28,13 @@ class PrivacyConfig:
         sketch_dim: k, columns of the projection. More cost more memory and time and need less noise.
         projection: Distribution of the projection's entries.
         bound: Which law of the randomized clipping is accounted: best, convex or envelope.
+        norm_slack: By how much of itself a norm may come out too small; the clipping threshold is lowered by it, so
+            that the guarantee holds all the same. Default: 0 in float32, 2^-8 where layers run in bfloat16.
+        on_nonfinite: A record whose gradient norm is NaN or infinite: ``raise`` ends the run, ``drop`` gives it factor
+            0 and counts it.
+        unused: A trainable parameter that no loss reaches: ``error``, or ``zero``: it gets noise alone.
+        check_isolation: In the first step, change one record and see that no other one's loss or norm moves; costs two
+            more forwards and norm passes of one micro-batch.
         allow_large_delta: Accept a delta above 1 / number of training records.
         log_unprotected: Log training loss and clipped fraction. They are computed from private data without noise and
             are outside of the guarantee; turn it off where others read the logs.
@@ -47,16 +54,23 @@ class PrivacyConfig:
     sketch_dim: int = 32
     projection: Literal["gaussian"] = "gaussian"
     bound: Literal["best", "convex", "envelope"] = "best"
+    norm_slack: float | None = None
+    on_nonfinite: Literal["raise", "drop"] = "raise"
+    unused: Literal["error", "zero"] = "error"
+    check_isolation: bool = True
     allow_large_delta: bool = False
     log_unprotected: bool = True
     baseline_without_privacy: bool = False
 
-    def resolve(self, num_records: int, sketch_dim: int | None) -> "ResolvedPrivacy":
+    def resolve(
+        self, num_records: int, sketch_dim: int | None, *, default_norm_slack: float = 0.0
+    ) -> "ResolvedPrivacy":
         """Find every contradiction, then fix the numbers of the run.
 
         Args:
             num_records: N, the declared number of training records. It is treated as public.
             sketch_dim: k of the sketches that the attached model really uses; None if every norm is exact.
+            default_norm_slack: What norm_slack is where it is not given: it depends on the precision.
 
         Returns:
             The mechanism that the run will use.
@@ -85,6 +99,7 @@ class PrivacyConfig:
             estimator=self.estimator,
             sketch_dim=sketch_dim,
             projection=self.projection,
+            norm_slack=default_norm_slack if self.norm_slack is None else self.norm_slack,
             bound=self.bound,
             target_epsilon=None if self.baseline_without_privacy else self.epsilon,
             private=not self.baseline_without_privacy,
@@ -129,6 +144,8 @@ class PrivacyConfig:
             found.append(f"privacy.steps={self.steps}: expected an integer >= 1")
         if self.sketch_dim < 1:
             found.append(f"privacy.sketch_dim={self.sketch_dim}: expected an integer >= 1")
+        if self.norm_slack is not None and not 0 <= self.norm_slack < 1:
+            found.append(f"privacy.norm_slack={self.norm_slack}: expected a value in [0, 1)")
         if num_records < 1:
             found.append(f"the training set has {num_records} records: at least one is needed")
         elif self.expected_batch_size is not None and self.expected_batch_size > num_records:
@@ -160,6 +177,7 @@ class ResolvedPrivacy:
         estimator: How norms are had.
         sketch_dim: k, None if every norm is exact.
         projection: Distribution of the projection's entries.
+        norm_slack: By how much, as a share, the clipping threshold is lowered.
         bound: Which law is accounted.
         target_epsilon: As asked for, None if the noise multiplier was given.
         private: False only for a baseline without privacy.
@@ -175,6 +193,7 @@ class ResolvedPrivacy:
     estimator: str
     sketch_dim: int | None
     projection: str
+    norm_slack: float
     bound: str
     target_epsilon: float | None
     private: bool

@@ -1,7 +1,6 @@
 """Logical batches as Lightning wants them: one item of the train loader is one whole logical batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -25,17 +24,19 @@ class SizedDataset(Protocol):
         """One record."""
 
 
-@dataclass(frozen=True)
 class LogicalBatch:
     """One Poisson batch, cut into micro-batches. Private: its size and its records are nobody's business.
 
-    Attributes:
+    Not a dataclass: Lightning would look into it and convert what it finds, all micro-batches at once.
+
+    Args:
         sequence: The ledger's number of the step that it is for.
         micro_batches: Collated micro-batches; none if no record was drawn, and then the step is noise alone.
     """
 
-    sequence: int
-    micro_batches: Sequence[Any]
+    def __init__(self, sequence: int, micro_batches: Sequence[Any]) -> None:
+        self.sequence = sequence
+        self.micro_batches = micro_batches
 
 
 class LogicalBatches(Dataset[LogicalBatch]):

@@ -69,6 +69,14 @@ class UnclippedGradientError(DPRCError, RuntimeError):
     """A gradient reached a protected parameter without passing the clipping."""
 
 
+class UnusedParameterError(DPRCError, RuntimeError):
+    """A trainable parameter that no loss reaches."""
+
+
+class IsolationError(DPRCError, RuntimeError):
+    """A record's loss or norm moved when another record of the batch was changed."""
+
+
 class NonFiniteRecordError(DPRCError, FloatingPointError):
     """A record's gradient norm is NaN or infinite."""
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dprc_lightning.callbacks import PrivacyReport
 from dprc_lightning.clipping import ClippingHandle, attach
-from dprc_lightning.clipping.two_pass import matmul_precision
+from dprc_lightning.clipping.isolation import check_isolation
+from dprc_lightning.clipping.two_pass import HALF_NORM_SLACK, matmul_precision
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
 from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
 from dprc_lightning.dropout import secret_dropout
@@ -21,6 +22,7 @@ from dprc_lightning.strategies import PrivateStrategy
 from dprc_lightning.timing import StepClock
 
 CHECKPOINT_KEY = "dprc_lightning"
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 
 class DPRCModule(pl.LightningModule):
@@ -46,6 +48,7 @@ class DPRCModule(pl.LightningModule):
         self.handle: ClippingHandle | None = None
         self.private_run: PrivateRun | None = None
         self.clock = StepClock()
+        self._isolation_checked = False
         self._resumed_from: dict[str, Any] | None = None
 
     def per_sample_loss(self, batch: Any) -> Tensor:
@@ -74,11 +77,13 @@ class DPRCModule(pl.LightningModule):
         with secret_dropout(run.secret.subkey(Domain.DROPOUT, batch.sequence, self.global_rank), self.device):
             for index, cpu_micro_batch in enumerate(batch.micro_batches):
                 micro_batch = self.transfer_batch_to_device(cpu_micro_batch, self.device, 0)
+                micro_batch = self.trainer.precision_plugin.convert_input(micro_batch)
+                self._check_isolation(micro_batch, strategy)
                 with strategy.micro_batch(last=index == len(batch.micro_batches) - 1):
                     losses = self._losses(micro_batch)
                     norms = self._norms(losses, strategy)
                     self._clipped_backward(losses, norms)
-                statistics.add(losses, self.handle.clip_factors if self.handle else None)
+                statistics.add(losses, norms, self.handle.clip_factors if self.handle else None)
         self._noisy_update()
         self._log(statistics)
 
@@ -96,7 +101,23 @@ class DPRCModule(pl.LightningModule):
             self.handle.begin_step(sequence)
         # Whatever a callback left behind is not clipped.
         self.optimizers().zero_grad()  # type: ignore[union-attr]
-        strategy.noise_hook.arm(run.resolved.noise_std)
+        strategy.noise_hook.arm(run.resolved.noise_std, self.protected_parameters())
+
+    def _check_isolation(self, micro_batch: Any, strategy: PrivateStrategy) -> None:
+        """In the first micro-batch with two records that differ, under the step's own projection and dropout masks."""
+        handle = self.handle
+        if handle is None or self._isolation_checked:
+            return
+
+        def norms_of(losses: Tensor) -> Tensor:
+            with strategy.norm_pass():
+                return handle.norms(losses)
+
+        with self.clock.phase("check_isolation"), strategy.micro_batch(last=False):
+            half = self._runs_in_half_precision()
+            self._isolation_checked = check_isolation(
+                self.per_sample_loss, norms_of, micro_batch, self.device, half_precision=half
+            )
 
     def _losses(self, micro_batch: Any) -> Tensor:
         """Step 2: the forward."""
@@ -171,6 +192,7 @@ class DPRCModule(pl.LightningModule):
         """
         num_records = self._check()
         self.clock = StepClock()
+        self._isolation_checked = not self.privacy.check_isolation
         # A refused second fit must not rewrite the report of the first.
         self.private_run = None
         private = not self.privacy.baseline_without_privacy
@@ -185,10 +207,17 @@ class DPRCModule(pl.LightningModule):
                 estimator=self.privacy.estimator,
                 sketch_dim=self.privacy.sketch_dim,
                 projection=self.privacy.projection,
+                unused=self.privacy.unused,
+                on_nonfinite=self.privacy.on_nonfinite,
+                norm_slack=self.privacy.norm_slack,
                 key=secret.subkey(Domain.PROJECTION),
             )
         try:
-            resolved = self.privacy.resolve(num_records, self.handle.sketch_dim if self.handle else None)
+            resolved = self.privacy.resolve(
+                num_records,
+                self.handle.sketch_dim if self.handle else None,
+                default_norm_slack=HALF_NORM_SLACK if self._runs_in_half_precision() else 0.0,
+            )
             ledger = None
             if private:
                 head = (self._resumed_from or {}).get("ledger_head")
@@ -232,13 +261,22 @@ class DPRCModule(pl.LightningModule):
                 'set it to "highest"'
             )
         precision = self.trainer.precision
-        if precision != "32-true" and not self.privacy.baseline_without_privacy:
+        if precision not in PRECISIONS and not self.privacy.baseline_without_privacy:
             problems.append(
-                f"trainer.precision={precision}: what half precision takes off a norm is not accounted; use 32-true"
+                f"trainer.precision={precision}: float16 needs loss scaling, which would change gradients between the "
+                f"passes; use one of {', '.join(PRECISIONS)}"
+                if str(precision).startswith("16")
+                else f"trainer.precision={precision}: not supported; use one of {', '.join(PRECISIONS)}"
             )
         if problems:
             raise ConfigurationError(problems)
         return num_records
+
+    def _runs_in_half_precision(self) -> bool:
+        """Whether the precision says so, or a trainable parameter."""
+        return str(self.trainer.precision).startswith("bf16") or any(
+            p.dtype is torch.bfloat16 for p in self.parameters() if p.requires_grad
+        )
 
     def _run_folder(self, resuming: bool) -> Path:
         folder = Path(str(self.trainer.log_dir or self.trainer.default_root_dir))
@@ -335,13 +373,24 @@ class _StepStatistics:
         self._loss = 0.0
         self._clipped = 0
         self._records = 0
+        self._dropped = 0
 
-    def add(self, losses: Tensor, factors: Tensor | None) -> None:
-        self._loss += float(losses.detach().sum())
-        self._records += len(losses)
-        if factors is not None:
-            self._clipped += int((factors < 1).sum())
+    def add(self, losses: Tensor, norms: Tensor | None, factors: Tensor | None) -> None:
+        losses = losses.detach()
+        if norms is None or factors is None:
+            self._loss += float(losses.sum())
+            self._records += len(losses)
+            return
+        kept = torch.isfinite(norms)
+        self._loss += float(losses[kept].sum())
+        self._records += int(kept.sum())
+        self._clipped += int((factors[kept] < 1).sum())
+        self._dropped += int((~kept).sum())
 
     def means(self) -> dict[str, float]:
         records = max(self._records, 1)
-        return {"train/loss": self._loss / records, "clip/fraction": self._clipped / records}
+        return {
+            "train/loss": self._loss / records,
+            "clip/fraction": self._clipped / records,
+            "clip/dropped": float(self._dropped),
+        }

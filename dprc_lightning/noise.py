@@ -166,6 +166,8 @@ def add_gaussian_noise(
                                         up)
     float32, float64                    the sum is formed in float64 and rounded once
     bfloat16, float16                   likewise: neither the draw nor the sum is made in the low precision
+    float32, of a bfloat16 parameter    likewise, then rounded to bfloat16 for the optimizer: `clipped_backward` leaves
+                                        it so, because rounding the sum before the noise is not covered
     sparse                              refused: the pattern of the non-zero rows tells which tokens were in the batch
     ``std == 0``                        missing gradients become zero, nothing is added
     ==================================  ================================================================================
@@ -191,11 +193,21 @@ def add_gaussian_noise(
         _refuse_unsupported(parameter if parameter.grad is None else parameter.grad)
     for parameter in chosen:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         if std > 0:
             # Under no_grad to_local() returns the shard itself, not a copy.
             grad = parameter.grad
             _add_noise(grad.to_local() if hasattr(grad, "to_local") else grad, float(std), draw)
+        _round_to_parameter(parameter)
+
+
+def _round_to_parameter(parameter: Tensor) -> None:
+    """Optimizers want a gradient in the parameter's precision; with the noise in it, rounding is post-processing."""
+    grad = parameter.grad
+    if grad is not None and grad.dtype is not parameter.dtype:
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype
+        parameter.grad = grad.to(parameter.dtype)
 
 
 def gaussian(key: bytes, shape: Sequence[int]) -> Tensor:

@@ -1,5 +1,6 @@
-"""FLOPs and CPU seconds of one training step, as ratios to the non-private step."""
+"""FLOPs, peak live memory and CPU seconds of one training step, as ratios to the non-private step."""
 
+import math
 import os
 import statistics
 import time
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dprc_lightning.bench.memory import LiveMemory
 from dprc_lightning.clipping import attach, causal_lm_loss
 
 NON_PRIVATE = "non-private"
@@ -68,6 +70,16 @@ class StepShape:
         return model
 
 
+def flop_counter() -> FlopCounterMode:
+    """A counter of matrix products. PyTorch's own takes those that are added in place (``addmm_``) for nothing."""
+    in_place = (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_)
+    return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(in_place, _added_product))
+
+
+def _added_product(_sum: list[int], left: list[int], right: list[int], **_: Any) -> int:
+    return 2 * math.prod(left) * right[-1]
+
+
 def measure_step(
     shape: StepShape, sketch_dims: list[int], rounds: int, progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
@@ -76,21 +88,35 @@ def measure_step(
     Args:
         shape: Model and batch.
         sketch_dims: k of each hutchinson step; 0 stands for exact norms.
-        rounds: How often each kind is timed, after one untimed step.
+        rounds: How often each kind is timed, after the two untimed steps that count memory and FLOPs.
         progress: Called with what is about to be done.
 
     Returns:
-        Rows with FLOPs, CPU seconds (minimum and median) and their ratios to the non-private row, and the setting.
-        FLOPs are those of matrix products; attention by scaled_dot_product_attention is not counted on a CPU.
+        Rows with FLOPs, peak bytes, CPU seconds (minimum and median) and their ratios to the non-private row, and the
+        setting. FLOPs are those of matrix products; attention by scaled_dot_product_attention is not counted on a CPU.
+        Peak bytes are the most that is live at one time in one step: parameters, buffers, token ids, activations,
+        gradients and temporaries, of a private step also P, the sketches and all else that the handle keeps; no
+        optimizer, and no gradients when the step begins. See `LiveMemory` for what it cannot see.
     """
     ids = torch.randint(0, shape.vocabulary, (shape.records, shape.tokens), generator=torch.Generator().manual_seed(0))
-    steps = {NON_PRIVATE: _non_private(shape, ids)}
+    models = {NON_PRIVATE: shape.build()}
+    steps = {NON_PRIVATE: _non_private(models[NON_PRIVATE], ids)}
     for k in sketch_dims:
-        steps[f"hutchinson k={k}" if k else "exact"] = _private(shape, ids, k)
+        name = f"hutchinson k={k}" if k else "exact"
+        models[name] = shape.build()
+        steps[name] = _private(models[name], ids, k)
+    peaks = {}
+    for name, step in steps.items():
+        progress(f"counting memory of {name}")
+        # The first step of each: what the handle makes once and keeps is made inside.
+        with LiveMemory() as live:
+            live.add([ids, *models[name].parameters(), *models[name].buffers()])
+            step()
+        peaks[name] = live.peak
     flops = {}
     for name, step in steps.items():
-        progress(f"counting {name}")
-        with FlopCounterMode(display=False) as counter:
+        progress(f"counting FLOPs of {name}")
+        with flop_counter() as counter:
             step()
         flops[name] = counter.get_total_flops()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -105,6 +131,8 @@ def measure_step(
             "step": name,
             "flops": flops[name],
             "flops_ratio": flops[name] / flops[NON_PRIVATE],
+            "peak_bytes": peaks[name],
+            "peak_ratio": peaks[name] / peaks[NON_PRIVATE],
             "cpu_seconds_min": min(seconds[name]),
             "cpu_seconds_median": statistics.median(seconds[name]),
             "cpu_ratio": statistics.median(a / b for a, b in zip(seconds[name], seconds[NON_PRIVATE], strict=True)),
@@ -119,9 +147,7 @@ def _losses(model: nn.Module, ids: Tensor) -> Tensor:
     return causal_lm_loss(model(input_ids=ids).logits, ids)
 
 
-def _non_private(shape: StepShape, ids: Tensor) -> Callable[[], None]:
-    model = shape.build()
-
+def _non_private(model: nn.Module, ids: Tensor) -> Callable[[], None]:
     def step() -> None:
         _losses(model, ids).sum().backward()
         model.zero_grad()
@@ -129,8 +155,7 @@ def _non_private(shape: StepShape, ids: Tensor) -> Callable[[], None]:
     return step
 
 
-def _private(shape: StepShape, ids: Tensor, sketch_dim: int) -> Callable[[], None]:
-    model = shape.build()
+def _private(model: nn.Module, ids: Tensor, sketch_dim: int) -> Callable[[], None]:
     handle = attach(model, "hutchinson" if sketch_dim else "exact", sketch_dim or 1)
 
     def step() -> None:

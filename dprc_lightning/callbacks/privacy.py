@@ -3,6 +3,7 @@
 import math
 import resource
 import sys
+import textwrap
 from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dprc_lightning.accounting import Accountant, StepEvent, epsilon_schedule
+from dprc_lightning.clipping import PlanRow
+from dprc_lightning.clipping.plan_table import format_plan
 from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.report import ASSUMPTIONS, FORMAT_VERSION, JSON_NAME, read_report, versions, write_report
 from dprc_lightning.run import step_event
@@ -48,24 +51,23 @@ class PrivacyReport(pl.Callback):
         run = module.private_run
         assert run is not None, "the strategy prepares the run before fit starts"
         self._report = None
-        handle = module.handle
-        shapes = {row.parameter: row.shape for row in handle.plan()} if handle else {}
+        rows = module.handle.plan() if module.handle else []
         self._plan = [
             {
                 "parameter": row.parameter,
                 "shape": list(row.shape),
-                "numel": math.prod(shapes[row.parameter]),
+                "numel": math.prod(row.shape),
                 "estimator": row.estimator,
                 "side": row.side,
                 "modules": list(row.modules),
             }
-            for row in (handle.plan() if handle else [])
+            for row in rows
         ]
         if run.resolved.private:
             steps = run.resolved.steps
             self._milestones = sorted({math.ceil(steps * i / _MILESTONES) for i in range(1, _MILESTONES + 1)})
             self._epsilons = epsilon_schedule(step_event(run.resolved), self._milestones, run.resolved.delta)
-        _say(_opening(module, self._plan, self._epsilons))
+        _say(_opening(module, rows, self._epsilons))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -237,26 +239,27 @@ def _device_name(device: torch.device) -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
-def _opening(module: "DPRCModule", plan: list[dict[str, Any]], epsilons: list[float]) -> str:
+def _opening(module: "DPRCModule", plan: list[PlanRow], epsilons: list[float]) -> str:
     run = module.private_run
     assert run is not None
     r = run.resolved
     batch = f"{r.steps} steps, each a Poisson sample of {r.expected_batch_size:g} expected of {r.num_records} records"
     if not r.private:
         return f"NOT PRIVATE (privacy.baseline_without_privacy=true): no clipping, no noise. {batch}."
-    sketched = [p for p in plan if p["estimator"] != "exact"]
-    exact = [p for p in plan if p["estimator"] == "exact"]
+    sketched = [row for row in plan if row.estimator != "exact"]
+    exact = [row for row in plan if row.estimator == "exact"]
     return "\n".join([
         f"Private run in {run.folder}",
         f"  epsilon <= {epsilons[-1]:.4f} at delta {r.delta:g}, after {batch}",
         f"  noise multiplier {r.noise_multiplier:.4f}, clipping at {r.max_grad_norm:g}, estimator {r.estimator}",
         f"  sketched norms (k = {r.sketch_dim}): {_tensors(sketched)}" if sketched else "  sketched norms: none",
         f"  exact norms: {_tensors(exact)}",
+        textwrap.indent(format_plan(plan), "  "),
     ])
 
 
-def _tensors(rows: list[dict[str, Any]]) -> str:
-    return f"{len(rows)} tensors, {sum(row['numel'] for row in rows):,} parameters"
+def _tensors(rows: list[PlanRow]) -> str:
+    return f"{len(rows)} tensors, {sum(math.prod(row.shape) for row in rows):,} parameters"
 
 
 def _closing(report: dict[str, Any]) -> str:

@@ -2,44 +2,61 @@
 
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from dprc_lightning.clipping.instrument import Owners, find_owners, make_trackers
 from dprc_lightning.clipping.plan import PlanRow, plan_row
-from dprc_lightning.clipping.two_pass import clipped_backward, matmul_precision, norm_pass
+from dprc_lightning.clipping.two_pass import (
+    HALF_NORM_SLACK,
+    OnNonfinite,
+    Unused,
+    clipped_backward,
+    matmul_precision,
+    norm_pass,
+)
 from dprc_lightning.errors import InvalidArgumentError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.keys import derive
-from dprc_lightning.layers import (
-    ATTRIBUTE,
-    Instrumentation,
-    LayerRule,
-    Mode,
-    ParameterTracker,
-    PassState,
-    find_rule,
-)
-from dprc_lightning.sketch import GaussianProjections, Projections, cheaper_side
+from dprc_lightning.layers import ATTRIBUTE, Instrumentation, LayerRule, Mode, ParameterTracker, PassState
+from dprc_lightning.layers.embedding import EmbeddingRule, batch_size_of
+from dprc_lightning.layers.tracking import forget_tracing, was_traced
+from dprc_lightning.sketch import GaussianProjections, Projections
 
 Estimator = Literal["auto", "exact", "hutchinson", "hutchpp"]
 Projection = Literal["gaussian", "rademacher"]
 
 
+@dataclass(frozen=True)
+class _Settings:
+    estimator: str
+    sketch_dim: int
+    unused: Unused
+    on_nonfinite: OnNonfinite
+    norm_slack: float | None
+
+
 class ClippingHandle:
     """What `attach` returns. See there."""
 
-    def __init__(self, model: nn.Module, state: PassState, sketch_dim: int | None) -> None:
+    def __init__(self, model: nn.Module, projections: Projections, settings: _Settings) -> None:
         self._model = model
-        self._state = state
-        self._sketch_dim = sketch_dim
+        self._settings = settings
+        self._state = PassState({}, projections)
         self._swapped: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._own_index = 0
         self._explicit_steps = False
         self._factors: Tensor | None = None
-        self._versions: list[int] = []
+        self._dropped = 0
+        self._versions: dict[str, int] = {}
         self._buffers: dict[str, tuple[Tensor, int]] = {}
+        owners = find_owners(model)
+        self._add(owners, make_trackers(model, owners, settings.estimator, settings.sketch_dim, {}))
+        sketched = any(tracker.estimator != "exact" for tracker in self._state.trackers.values())
+        self._sketch_dim = settings.sketch_dim if sketched else None
 
     @property
     def sketch_dim(self) -> int | None:
@@ -48,19 +65,32 @@ class ClippingHandle:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are protected."""
-        return [tracker.parameter for tracker in self._state.trackers.values()]
+        """The parameters whose gradients are protected: those that train now."""
+        return [t.parameter for t in self._state.trackers.values() if t.parameter.requires_grad]
 
     @property
     def clip_factors(self) -> Tensor | None:
         """Factors [B] of the last `clipped_backward`, float32: private data, for diagnostics only."""
         return self._factors
 
+    @property
+    def dropped(self) -> int:
+        """How many records the last `clipped_backward` left out because their norm is not finite: private data."""
+        return self._dropped
+
+    @property
+    def norm_slack(self) -> float:
+        """By how much the clipping threshold is lowered, as a share of it; known after the first norm pass."""
+        if self._settings.norm_slack is not None:
+            return self._settings.norm_slack
+        return HALF_NORM_SLACK if self._state.half_precision else 0.0
+
     def begin_step(self, index: int | None = None) -> None:
-        """Start a logical step: draw its one projection P. Call it once, before the step's first micro-batch.
+        """Start a logical step: draw its one projection P. Call it once, before the step's first forward.
 
         Guarantee: all records of a logical batch share one P, whichever micro-batch or rank they are in; a P by
-        position in the batch would not be covered by the accounting.
+        position in the batch would not be covered by the accounting. Parameters may be frozen and unfrozen between
+        steps, by a plan that does not look at the data: those that train in this step are clipped together.
 
         Args:
             index: The step's number in the stream of projections; it must grow. Ranks that share a key and an index
@@ -69,7 +99,8 @@ class ClippingHandle:
         self._check_attached()
         self._explicit_steps = True
         self._advance(index)
-        self._versions = _versions(self.parameters)
+        self._refresh()
+        self._versions = self._parameter_versions()
         self._buffers = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
 
     def norms(self, losses: Tensor) -> Tensor:
@@ -87,7 +118,7 @@ class ClippingHandle:
         self._check_model()
         if not self._explicit_steps:
             self._advance(None)
-        return norm_pass(self._state, losses)
+        return norm_pass(self._state, losses, self._settings.unused)
 
     def clipped_backward(
         self,
@@ -101,17 +132,23 @@ class ClippingHandle:
     ) -> None:
         """``p.grad += scale * sum_i weights_i * min(max_grad_norm / norms_i, 1) * grad_i``.
 
+        The gradient of a bfloat16 parameter is float32, until the noise is in it (`add_gaussian_noise`).
+
         Args:
             losses: [B], those given to `norms`.
             max_grad_norm: C.
             norms: What `norms` returned for these losses; computed here if None.
             weights: [B] in [0, 1]; 0 for dummies.
             scale: A public constant, such as 1 / expected batch size. The noise takes the same factor.
-            backward: Runs the backward of a scalar; an engine's own goes here.
+            backward: Runs the backward of a scalar, ``losses.sum()``; an engine's own goes here. The layers apply the
+                factors.
         """
         self._check_attached()
         if norms is None:
             norms = self.norms(losses)
+        for parameter in self.parameters:
+            _accumulate_in_float32(parameter)
+        self._dropped = 0
         self._factors = clipped_backward(
             self._state,
             losses,
@@ -120,7 +157,10 @@ class ClippingHandle:
             weights=weights,
             scale=scale,
             backward=backward,
+            on_nonfinite=self._settings.on_nonfinite,
+            norm_slack=self._settings.norm_slack,
         )
+        self._dropped = int((~torch.isfinite(norms)).sum())
 
     def plan(self) -> list[PlanRow]:
         """One row per trainable parameter: how its norm is had, and at what cost."""
@@ -133,6 +173,9 @@ class ClippingHandle:
         for module in self._swapped:
             carried: Instrumentation = module.__dict__.pop(ATTRIBUTE)
             module.__class__ = carried.original_class
+        for tracker in self._state.trackers.values():
+            if tracker.parameter.grad is None:
+                tracker.parameter.grad_dtype = tracker.parameter.dtype
         self._hooks, self._swapped = [], []
 
     def _check_attached(self) -> None:
@@ -147,16 +190,21 @@ class ClippingHandle:
                 f"torch.set_float32_matmul_precision({precision!r}): what it takes off a norm is not accounted; "
                 'set it to "highest"'
             )
-        known = {id(parameter) for parameter in self.parameters}
+        if was_traced():
+            raise UnsupportedModuleError(
+                "torch.compile of an attached model: it would bake one of the two passes into its graph; train without "
+                "compilation"
+            )
+        known = {id(tracker.parameter) for tracker in self._state.trackers.values()}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise UnsupportedModuleError(
-                    f"parameter {name!r} became trainable after attach(): its gradient would not be clipped; "
-                    "freeze it, or detach and attach again"
+                    f"parameter {name!r} became trainable after attach() or begin_step(): its gradient would not be "
+                    "clipped; freeze it, or call begin_step() between the change and the forward"
                 )
         if not self._explicit_steps:
             return
-        if self._versions != _versions(self.parameters):
+        if self._versions != self._parameter_versions():
             raise StepOrderError(
                 "the parameters changed since begin_step(): call begin_step() for every logical step, "
                 "a projection must not serve two"
@@ -173,11 +221,68 @@ class ClippingHandle:
         self._state.projections.begin_step(index)
         self._own_index = index
 
-    def _instrument(self, module: nn.Module, rule: LayerRule, trackers: dict[str, ParameterTracker]) -> None:
-        original = type(module)
-        module.__class__ = rule.instrumented_class(module)
-        module.__dict__[ATTRIBUTE] = Instrumentation(self._state, trackers, original)
-        self._swapped.append(module)
+    def _parameter_versions(self) -> dict[str, int]:
+        trackers = self._state.trackers
+        return {name: t.parameter._version for name, t in trackers.items() if t.parameter.requires_grad}
+
+    def _refresh(self) -> None:
+        """Instrument what became trainable since the last step."""
+        known = {id(tracker.parameter): name for name, tracker in self._state.trackers.items()}
+        fresh = [n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
+        if not fresh:
+            return
+        owners = find_owners(self._model, known)
+        settings = self._settings
+        trackers = make_trackers(
+            self._model, owners, settings.estimator, settings.sketch_dim, known=self._state.trackers
+        )
+        sketched = [name for name, tracker in trackers.items() if tracker.estimator != "exact"]
+        if sketched and self._sketch_dim is None:
+            raise UnsupportedModuleError(
+                f"parameter {sketched[0]!r} was unfrozen and needs a sketch, but the run is accounted with exact norms "
+                "alone; set estimator=exact, or let one sketched parameter train from the start"
+            )
+        self._add(owners, trackers)
+
+    def _add(self, owners: Owners, trackers: dict[str, ParameterTracker]) -> None:
+        """Swap the classes of the owners, and guard their new parameters."""
+        self._state.trackers.update(trackers)
+        by_id = {id(tracker.parameter): tracker for tracker in self._state.trackers.values()}
+        names = {id(module): name for name, (module, _) in owners.items()}
+        for module, rule in owners.values():
+            local = {
+                name: by_id[id(parameter)]
+                for name, parameter in module._parameters.items()
+                if parameter is not None and id(parameter) in by_id
+            }
+            self._instrument(module, names[id(module)], rule, local)
+        for tracker in trackers.values():
+            self._guard(tracker)
+            _accumulate_in_float32(tracker.parameter)
+
+    def _instrument(self, module: nn.Module, name: str, rule: LayerRule, trackers: dict[str, ParameterTracker]) -> None:
+        if ATTRIBUTE in module.__dict__:
+            original = module.__dict__[ATTRIBUTE].original_class
+        else:
+            original = type(module)
+            module.__class__ = rule.instrumented_class(module)
+            self._swapped.append(module)
+            if isinstance(rule, EmbeddingRule):
+                self._watch_batch_size(name)
+        module.__dict__[ATTRIBUTE] = Instrumentation(self._state, name or original.__name__, rule, trackers, original)
+
+    def _watch_batch_size(self, embedding: str) -> None:
+        """Let an embedding know the number of records, where its own ids come once for all."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found = batch_size_of([*args, *kwargs.values()])
+            if found is not None:
+                self._state.batch_hint = found
+
+        parts = embedding.split(".")
+        for depth in range(len(parts)):
+            parent = self._model.get_submodule(".".join(parts[:depth]))
+            self._hooks.append(parent.register_forward_pre_hook(before, with_kwargs=True))
 
     def _guard(self, tracker: ParameterTracker) -> None:
         """Refuse every gradient that did not come through `clipped_backward` of a norm pass that saw the parameter."""
@@ -213,6 +318,9 @@ def attach(
     projection: Projection = "gaussian",
     seed: int | None = None,
     *,
+    unused: Unused = "error",
+    on_nonfinite: OnNonfinite = "raise",
+    norm_slack: float | None = None,
     key: bytes | None = None,
     projections: Projections | None = None,
 ) -> ClippingHandle:
@@ -233,6 +341,11 @@ def attach(
         sketch_dim: k, columns of P.
         projection: Distribution of P's entries.
         seed: For tests only: a projection that somebody can predict can be cheated. Default: the operating system.
+        unused: What a trainable parameter is that no loss reaches: ``error``, or ``zero``: it gets noise alone.
+        on_nonfinite: A record whose gradient norm is NaN or infinite: ``raise``, or ``drop``: it gets factor 0 and
+            changes nothing else, bit for bit.
+        norm_slack: In [0, 1): by how much of itself a norm may be too small; max_grad_norm is lowered by it. Default: 0
+            in float32, 2^-8 where layers run in bfloat16.
         key: 32 secret bytes for the projections, shared by all ranks; instead of `seed`.
         projections: A source of P of one's own, instead of `seed` and `key`; for tests.
 
@@ -244,42 +357,42 @@ def attach(
         UnsupportedModuleError: The trainable parameters that cannot be handled, each with the remedy; also a model
             that is attached already or compiled.
     """
-    _check_arguments(estimator, sketch_dim, projection)
-    # By name: importing the class would import the whole compiler.
-    if type(model).__name__ == "OptimizedModule":
-        raise UnsupportedModuleError(
-            "torch.compile(model): a compiled graph would bake one pass into both; attach the model before compiling"
-        )
-    owners, problems = _find_owners(model)
-    if problems:
-        raise UnsupportedModuleError("; ".join(problems))
-    trackers = _make_trackers(model, owners, estimator, sketch_dim)
-    if not trackers:
-        raise UnsupportedModuleError("the model has no trainable parameter: set requires_grad=True on what to train")
+    _check_arguments(estimator, sketch_dim, projection, unused, on_nonfinite, norm_slack)
     if projections is None:
         if key is None:
             key = secrets.token_bytes(32) if seed is None else derive(bytes(32), "attach seed", seed)
         projections = GaussianProjections(key, sketch_dim)
-    sketched = any(tracker.estimator != "exact" for tracker in trackers.values())
-    handle = ClippingHandle(model, PassState(trackers, projections), sketch_dim if sketched else None)
-    by_id = {id(tracker.parameter): tracker for tracker in trackers.values()}
-    for module, rule in owners.values():
-        local = {
-            name: by_id[id(parameter)]
-            for name, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) in by_id
-        }
-        handle._instrument(module, rule, local)
-    for tracker in trackers.values():
-        handle._guard(tracker)
-    return handle
+    forget_tracing()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedModuleError("the model has no trainable parameter: set requires_grad=True on what to train")
+    return ClippingHandle(model, projections, _Settings(estimator, sketch_dim, unused, on_nonfinite, norm_slack))
 
 
-def _versions(parameters: list[nn.Parameter]) -> list[int]:
-    return [parameter._version for parameter in parameters]
+def _accumulate_in_float32(parameter: nn.Parameter) -> None:
+    """The sum of clipped gradients stays in float32 until the noise is in it.
+
+    Guarantee: rounding the sum to bfloat16 BEFORE the noise moves it, for one more record, by more than that record's
+    clipped norm; after the noise it is post-processing.
+
+    Args:
+        parameter: Any dtype.
+
+    Raises:
+        UnclippedGradientError: It holds a gradient in half precision.
+    """
+    if parameter.dtype is not torch.bfloat16:
+        return
+    if parameter.grad is None:
+        parameter.grad_dtype = torch.float32
+    elif parameter.grad.dtype is not torch.float32:
+        raise UnclippedGradientError(
+            "a bfloat16 parameter holds a gradient in bfloat16 from an earlier step; call zero_grad() after each step"
+        )
 
 
-def _check_arguments(estimator: str, sketch_dim: int, projection: str) -> None:
+def _check_arguments(
+    estimator: str, sketch_dim: int, projection: str, unused: str, on_nonfinite: str, norm_slack: float | None
+) -> None:
     if estimator not in get_args(Estimator):
         raise InvalidArgumentError("estimator", estimator, f"expected one of {', '.join(get_args(Estimator))}")
     if estimator == "hutchpp":
@@ -290,83 +403,9 @@ def _check_arguments(estimator: str, sketch_dim: int, projection: str) -> None:
         raise InvalidArgumentError("projection", projection, "its accounting is not certified; use gaussian")
     if isinstance(sketch_dim, bool) or not isinstance(sketch_dim, int) or sketch_dim < 1:
         raise InvalidArgumentError("sketch_dim", sketch_dim, "expected an integer >= 1")
-
-
-def _find_owners(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, LayerRule]], list[str]]:
-    """Modules that own a trainable parameter directly, with their rules; and what cannot be handled."""
-    owners: dict[str, tuple[nn.Module, LayerRule]] = {}
-    problems: list[str] = []
-    for name, module in model.named_modules():
-        norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        if norm and (isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats):
-            # Frozen too: it mixes the records of a batch, or releases running statistics without noise.
-            problems.append(
-                f"module {name!r} ({type(module).__name__}): it normalises over the records of a batch, or keeps "
-                "running statistics of them; replace it by a GroupNorm, LayerNorm or RMSNorm"
-            )
-            continue
-        trainable = [n for n, p in module._parameters.items() if p is not None and p.requires_grad]
-        if not trainable:
-            continue
-        label = name or type(model).__name__
-        if ATTRIBUTE in module.__dict__:
-            raise UnsupportedModuleError(f"module {label!r} is attached already; call detach() on the first handle")
-        rule = find_rule(module)
-        where = f"module {label!r} ({type(module).__name__})"
-        freeze = "freeze it (requires_grad=False), or replace the module by a supported one"
-        if rule is None:
-            problems += [
-                f"{where}, parameter {n!r}: no rule for per-record norms of this module; {freeze}" for n in trainable
-            ]
-            continue
-        reason = rule.refuse(module)
-        if reason is not None:
-            problems.append(f"{where}, parameter {trainable[0]!r}: {reason}")
-        problems += [
-            f"{where}, parameter {n!r}: not a parameter of the layer's own forward; {freeze}"
-            for n in trainable
-            if n not in rule.kinds
-        ]
-        owners[name] = (module, rule)
-    return owners, problems
-
-
-def _make_trackers(
-    model: nn.Module, owners: dict[str, tuple[nn.Module, LayerRule]], estimator: str, sketch_dim: int
-) -> dict[str, ParameterTracker]:
-    trackers: dict[str, ParameterTracker] = {}
-    names = {id(p): n for n, p in model.named_parameters()}
-    for module_name, (module, rule) in owners.items():
-        for local, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad:
-                continue
-            name = names[id(parameter)]
-            if name in trackers and trackers[name].kind != rule.kinds[local]:
-                raise UnsupportedModuleError(
-                    f"parameter {name!r} is shared by layers of different kinds ({trackers[name].modules[0]!r} and "
-                    f"{module_name!r}); give each its own, or freeze it"
-                )
-            if parameter.dtype not in (torch.float32, torch.float64):
-                raise UnsupportedModuleError(
-                    f"parameter {name!r} is {parameter.dtype}: rounding the sum of clipped gradients to half "
-                    "precision is not accounted; keep trainable parameters in float32"
-                )
-            if parameter.grad is not None:
-                raise UnclippedGradientError(
-                    f"parameter {name!r} has a gradient from before attach(); call model.zero_grad() first"
-                )
-            if name not in trackers:
-                trackers[name] = _make_tracker(name, parameter, rule.kinds[local], estimator, sketch_dim)
-            tracker = trackers[name]
-            tracker.modules.append(module_name or type(module).__name__)
-            if local in rule.sides:
-                tracker.side = rule.sides[local]  # type: ignore[assignment]
-    return trackers
-
-
-def _make_tracker(name: str, parameter: nn.Parameter, kind: str, estimator: str, sketch_dim: int) -> ParameterTracker:
-    if kind == "vector":
-        return ParameterTracker(name, parameter, "vector", "exact", 0)
-    n0, n1 = parameter.shape
-    exact = estimator == "exact" or (estimator == "auto" and n0 * n1 <= sketch_dim * (n0 + n1))
-    return ParameterTracker(name, parameter, "matrix", "exact" if exact else "hutchinson", cheaper_side(n0, n1))
+    if unused not in get_args(Unused):
+        raise InvalidArgumentError("unused", unused, f"expected one of {', '.join(get_args(Unused))}")
+    if on_nonfinite not in get_args(OnNonfinite):
+        raise InvalidArgumentError("on_nonfinite", on_nonfinite, f"expected one of {', '.join(get_args(OnNonfinite))}")
+    if norm_slack is not None and not 0.0 <= norm_slack < 1.0:
+        raise InvalidArgumentError("norm_slack", norm_slack, "expected a value in [0, 1)")

@@ -1,5 +1,6 @@
 """What `ClippingHandle.plan` tells of each trainable parameter."""
 
+import math
 from dataclasses import dataclass
 
 from dprc_lightning.layers import ParameterTracker
@@ -14,10 +15,13 @@ class PlanRow:
         modules: Names of the modules that use it; more than one where tied.
         shape: Its shape.
         estimator: ``exact`` or ``hutchinson``.
-        side: ``output`` (first axis) or ``input`` (second axis), the one that P contracts; ``-`` where exact.
+        side: ``output`` (first axis) or ``input`` (all others), the one that P contracts; ``-`` where exact.
         projection_floats: float32 numbers of P, once per logical step.
         sketch_floats: float32 numbers of the sketch, per record of the micro-batch.
         flops_per_token: Floating-point operations of the sketch, per token; 0 where exact (it depends on T).
+        ghost_rows: An exact matrix's norm comes from Gram matrices (ghost) where a record has at most so many rows in
+            it, T for each use of the parameter, and from the whole gradient (identity) where it has more; both give
+            the same number. None for sketched matrices and for vectors.
     """
 
     parameter: str
@@ -28,6 +32,7 @@ class PlanRow:
     projection_floats: int
     sketch_floats: int
     flops_per_token: int
+    ghost_rows: int | None = None
 
 
 def plan_row(tracker: ParameterTracker, sketch_dim: int) -> PlanRow:
@@ -42,8 +47,17 @@ def plan_row(tracker: ParameterTracker, sketch_dim: int) -> PlanRow:
     """
     shape = tuple(tracker.parameter.shape)
     common = (tracker.name, tuple(tracker.modules), shape, tracker.estimator)
+    if tracker.kind == "vector":
+        return PlanRow(*common, "-", 0, tracker.parameter.numel(), 0)
+    # A convolution's weight is a matrix whose second axis is all but the first.
+    sides = shape[0], math.prod(shape[1:])
     if tracker.estimator == "exact":
-        return PlanRow(*common, "-", 0, tracker.parameter.numel() if tracker.kind == "vector" else 0, 0)
-    projected, other = shape[tracker.side], shape[1 - tracker.side]
+        return PlanRow(*common, "-", 0, 0, 0, _ghost_rows(*sides))
+    projected, other = sides[tracker.side], sides[1 - tracker.side]
     side = "output" if tracker.side == 0 else "input"
     return PlanRow(*common, side, sketch_dim * projected, sketch_dim * other, 2 * sketch_dim * (projected + other))
+
+
+def _ghost_rows(n0: int, n1: int) -> int:
+    """The most rows with ``rows * (n0 + n1) < n0 * n1``, the rule of `dprc_lightning.sketch.exact`."""
+    return max(n0 * n1 - 1, 0) // max(n0 + n1, 1)

@@ -1,4 +1,8 @@
-"""The paper's way to clip: one backward for the norms, a second one of the rescaled losses.
+"""The paper's way to clip: one backward for the norms, a second one for the sum of the clipped gradients.
+
+The paper rescales the losses. Here the layers rescale the per-record gradients instead, where they form the weight
+gradient: the same number, but both backwards then run on the same values and round alike, which in bfloat16 decides
+whether the norm that was taken is that of what is added.
 
 Cost beside a non-private step, in matrix products: 1 forward + 1 dX + (1 dX + 1 dW) = 4/3, and the sketch; the norm
 pass computes no weight gradient. Source: arXiv 2605.24879, algorithm 1; the two passes go back to Lee & Kifer (arXiv
@@ -6,6 +10,7 @@ pass computes no weight gradient. Source: arXiv 2605.24879, algorithm 1; the two
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,11 +21,19 @@ from dprc_lightning.errors import (
     NonFiniteRecordError,
     StepOrderError,
     UnsupportedModuleError,
+    UnusedParameterError,
 )
 from dprc_lightning.layers import Mode, PassState
+from dprc_lightning.layers.tracking import HALF_MISMATCH
+
+Unused = Literal["error", "zero"]
+OnNonfinite = Literal["raise", "drop"]
 
 MIN_GRAD_NORM = 1e-12
 """Squares of norms below 1e-19 are zero in float32: such a record is not clipped, which is right for any larger C."""
+
+HALF_NORM_SLACK = HALF_MISMATCH
+"""What a bfloat16 output gradient may differ by between the passes before the run stops; measured: 0 on a CPU."""
 
 _REENTRANT = (
     "no trainable layer of the attached model ran with gradients enabled: reentrant activation checkpointing "
@@ -84,7 +97,7 @@ def check_losses(losses: Tensor) -> None:
         )
 
 
-def norm_pass(state: PassState, losses: Tensor) -> Tensor:
+def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error") -> Tensor:
     """First backward: the norm of each record's gradient, over all trainable parameters together.
 
     Guarantee: record i's norm is a function of its own gradient and of P: every layer keeps the records apart, and the
@@ -93,6 +106,7 @@ def norm_pass(state: PassState, losses: Tensor) -> Tensor:
     Args:
         state: The attached model's pass state.
         losses: [B], each a function of its own record alone.
+        unused: What a trainable parameter is that no loss reaches: ``error``, or ``zero`` (a gradient of zero).
 
     Returns:
         [B], float32. Every parameter's ``.grad`` is what it was before.
@@ -100,6 +114,7 @@ def norm_pass(state: PassState, losses: Tensor) -> Tensor:
     Raises:
         LossShapeError: See `check_losses`; or a layer saw another batch size.
         UnsupportedModuleError: The model runs reentrant checkpointing.
+        UnusedParameterError: Trainable parameters that no loss reaches.
         RuntimeError: Whatever else autograd has to say.
     """
     check_losses(losses)
@@ -120,6 +135,13 @@ def norm_pass(state: PassState, losses: Tensor) -> Tensor:
         state.abort()
     if squared is None:
         raise LossShapeError("no trainable parameter of the attached model reaches the losses")
+    missing = state.unused() if unused == "error" else []
+    if missing:
+        raise UnusedParameterError(
+            f"trainable parameter(s) {', '.join(map(repr, missing))}: no loss reaches them by their module's forward; "
+            "freeze them, or set unused=zero (they get noise alone); if the module does run, then under reentrant "
+            "checkpointing (set use_reentrant=False), or its weight is used outside of it (call the module)"
+        )
     return squared.sqrt()
 
 
@@ -132,8 +154,15 @@ def clipped_backward(
     weights: Tensor | None,
     scale: float,
     backward: Callable[[Tensor], object],
+    on_nonfinite: OnNonfinite = "raise",
+    norm_slack: float | None = None,
 ) -> Tensor:
     """Second backward: ``p.grad += scale * sum_i weights_i * clip_factor_i * grad_i``.
+
+    Guarantee: each record contributes its own gradient times ``weights_i * min(C (1 - norm_slack) / n_i, 1)``. Where
+    the norm of what is added exceeds the norm that was taken by a relative ``norm_slack`` at most, the sensitivity is
+    the accountant's C * Z: the clipping pays for the slack, not the accountant. A record whose norm is not finite has
+    factor 0 and no part in any sum; whether it has depends on that record alone.
 
     Args:
         state: The attached model's pass state.
@@ -143,6 +172,8 @@ def clipped_backward(
         weights: [B] in [0, 1], or None for ones.
         scale: A public constant.
         backward: What runs the backward of the scalar; an engine's own, so that it reduces as it always does.
+        on_nonfinite: What to do with a record whose norm is NaN or infinite: ``raise``, or ``drop`` it.
+        norm_slack: See above, in [0, 1). None: 0 in float32, `HALF_NORM_SLACK` where a layer ran in bfloat16.
 
     Returns:
         The clip factors [B], float32.
@@ -150,7 +181,7 @@ def clipped_backward(
     Raises:
         InvalidArgumentError: max_grad_norm or weights out of range.
         LossShapeError: norms or weights are not of the losses' shape.
-        NonFiniteRecordError: A norm is NaN or infinite.
+        NonFiniteRecordError: A norm is NaN or infinite, and on_nonfinite is ``raise``.
         StepOrderError: A norm pass has not come before.
     """
     check_losses(losses)
@@ -159,14 +190,17 @@ def clipped_backward(
     for name, value in (("norms", norms), ("weights", weights)):
         if value is not None and value.shape != losses.shape:
             raise LossShapeError(f"{name} of shape {tuple(value.shape)} for losses of shape {tuple(losses.shape)}")
+    norms = norms.detach().float()
     finite = torch.isfinite(norms)
-    if not bool(finite.all()):
+    if on_nonfinite == "raise" and not bool(finite.all()):
         bad = torch.nonzero(~finite).flatten().tolist()
         raise NonFiniteRecordError(
-            f"per-record gradient norm is NaN or infinite for record(s) {bad} of this micro-batch; "
-            "nothing was accumulated; remove the records, or lower the model's numerical range (bf16 instead of fp16)"
+            f"per-record gradient norm is NaN or infinite for record(s) {bad} of this micro-batch; nothing was "
+            "accumulated; remove the records, or set on_nonfinite=drop"
         )
-    factors = clip_factors(norms.detach().float(), max_grad_norm)
+    if norm_slack is None:
+        norm_slack = HALF_NORM_SLACK if state.half_precision else 0.0
+    factors = clip_factors(norms.where(finite, 1.0), max_grad_norm * (1.0 - norm_slack)).where(finite, 0.0)
     if weights is not None:
         if not bool(((weights >= 0) & (weights <= 1)).all()):
             raise InvalidArgumentError(
@@ -175,10 +209,11 @@ def clipped_backward(
         factors = factors * weights.to(factors)
     if state.mode is not Mode.IDLE:
         raise StepOrderError("clipped_backward() was called inside another pass")
-    state.start_clipping(factors * scale, factors * norms / max_grad_norm)
+    state.start_clipping(factors.double() * scale, factors * norms.where(finite, 0.0) / max_grad_norm)
     try:
         with torch.autocast(losses.device.type, enabled=False):
-            backward((factors.to(losses.dtype) * losses).sum() * scale)
+            # Not rescaled: see the top of this file.
+            backward(losses.sum())
         state.check_clipping()
     except BaseException:
         # Whatever was accumulated may be unclipped: nothing is left behind for an optimizer step.

@@ -1,7 +1,24 @@
 """Layers that add their per-record gradient norms in a backward pass, one file per kind."""
 
-from dprc_lightning.layers.registry import LayerRule, find_rule
+from dprc_lightning.layers.broadcast import BroadcastRule
+from dprc_lightning.layers.fallback import PerRecordRule
+from dprc_lightning.layers.recording import record
+from dprc_lightning.layers.registry import find_rule, register_rule, unregister_rule
+from dprc_lightning.layers.rule import LayerRule
 from dprc_lightning.layers.tracker import ParameterTracker
 from dprc_lightning.layers.tracking import ATTRIBUTE, Instrumentation, Mode, PassState
 
-__all__ = ["ATTRIBUTE", "Instrumentation", "LayerRule", "Mode", "ParameterTracker", "PassState", "find_rule"]
+__all__ = [
+    "ATTRIBUTE",
+    "BroadcastRule",
+    "Instrumentation",
+    "LayerRule",
+    "Mode",
+    "ParameterTracker",
+    "PassState",
+    "PerRecordRule",
+    "find_rule",
+    "record",
+    "register_rule",
+    "unregister_rule",
+]

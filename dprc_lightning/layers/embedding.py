@@ -6,73 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import Mode, PassState, active
+from dprc_lightning.errors import UnsupportedModuleError
+from dprc_lightning.layers.recording import record
+from dprc_lightning.layers.rule import LayerRule
+from dprc_lightning.layers.tracking import instrumentation
 
 
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ids: Tensor,
-        weight: Tensor,
-        anchor: Tensor,
-        padding_idx: int | None,
-        state: PassState,
-        tracker: ParameterTracker,
-    ) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.rows, ctx.dtype, ctx.padding_idx = weight.shape[0], weight.dtype, padding_idx
-        ctx.state, ctx.tracker = state, tracker
-        return F.embedding(ids, weight)
+class EmbeddingRule(LayerRule):
+    """Exactly `torch.nn.Embedding`, without the options whose gradient depends on the other records of the batch.
 
-    @staticmethod
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        if ctx.padding_idx is not None:
-            # The padding row gets no gradient from here, but may get one from a tied head.
-            output_gradient = output_gradient.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0.0)
-        grad_weight = None
-        ctx.state.witness(ctx, ctx.tracker, output_gradient)
-        if ctx.state.mode is Mode.NORM:
-            ctx.state.add_factors(ctx.tracker, ids, output_gradient)
-        else:
-            rows = output_gradient.to(ctx.dtype)
-            grad_weight = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
-            ctx.tracker.produced(grad_weight)
-        return None, grad_weight, None, None, None, None
+    Position and token-type ids often come once for all records, [1, T]. Their rows' gradients would then be summed over
+    the records before they arrive here, so the ids are expanded to [B, T] first (the values are the same under
+    broadcasting), with the B that the inputs of the embedding's parent modules show.
+    """
 
-
-class InstrumentedEmbedding(nn.Embedding):
-    """`torch.nn.Embedding` whose backward offers per-record norms; takes its place by class swap."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Same values as `torch.nn.Embedding`.
-
-        Args:
-            input: Ids [B, ...], integers.
-
-        Returns:
-            [B, ..., embedding_dim].
-        """
-        found = active(self, "weight")
-        if found is None:
-            return F.embedding(input, self.weight)
-        state, tracker = found
-        anchor = state.anchor(self.weight.device)
-        return _Lookup.apply(input, self.weight, anchor, self.padding_idx, state, tracker)
-
-
-class EmbeddingRule:
-    """Exactly `torch.nn.Embedding`, without the options whose gradient depends on the other records of the batch."""
-
+    module_class = nn.Embedding
     kinds = {"weight": "matrix"}
     # Contracting the other axis would need vocabulary x k floats per record.
     sides = {"weight": 0}
-
-    def matches(self, module: nn.Module) -> bool:
-        """Whether this rule is for the module."""
-        return type(module) is nn.Embedding
 
     def refuse(self, module: nn.Module) -> str | None:
         """Why the module's settings cannot be handled, or None."""
@@ -85,6 +36,95 @@ class EmbeddingRule:
             return "sparse=True gives sparse gradients, whose support shows the tokens of the batch; set it to False"
         return None
 
-    def instrumented_class(self, module: nn.Module) -> type[nn.Module]:
-        """The class that takes the place of the module's own."""
-        return InstrumentedEmbedding
+    def forward(self, module: Any, input: Tensor) -> Tensor:
+        """Same values as `torch.nn.Embedding`; [1, T, d] becomes [B, T, d].
+
+        Args:
+            module: The layer.
+            input: Ids [B, ...] or [1, T], integers.
+
+        Returns:
+            [B, ..., embedding_dim].
+
+        Raises:
+            UnsupportedModuleError: Ids 0, 1, 2, ... in one dimension: positions, which no dimension tells from records.
+        """
+        carried = instrumentation(module)
+        ids = input
+        if torch.is_grad_enabled() and module.weight.requires_grad:
+            if ids.ndim == 1 and len(ids) > 1 and torch.equal(ids, torch.arange(len(ids), device=ids.device)):
+                raise UnsupportedModuleError(
+                    f"module {carried.name!r}: ids 0 to {len(ids) - 1} in one dimension are positions, not one id per "
+                    "record; give them the shape [1, T] (unsqueeze(0)), or freeze the embedding"
+                )
+            records = carried.state.batch_hint
+            if records is not None and ids.ndim == 2 and ids.shape[0] == 1 and records != 1:
+                ids = ids.expand(records, -1)
+        output = F.embedding(ids, module.weight.detach())
+        scale = self.scale(module)
+        if scale is not None:
+            output = output * scale
+        return record(module, "weight", output, _factors, ids, module.padding_idx, scale)
+
+    def scale(self, module: Any) -> Tensor | None:
+        """What the rows are multiplied by, a scalar; None for nothing."""
+        return None
+
+
+class HuggingFaceScaledEmbeddingRule(EmbeddingRule):
+    """Hugging Face's ``*ScaledWordEmbedding`` classes (Gemma): ``weight[ids] * embed_scale``, checked on some ids."""
+
+    def matches(self, module: nn.Module) -> bool:
+        """Whether this rule is for the module."""
+        cls = type(module)
+        return (
+            isinstance(module, nn.Embedding)
+            and cls.__name__.endswith("ScaledWordEmbedding")
+            and cls.__module__.startswith("transformers.")
+            and hasattr(module, "embed_scale")
+        )
+
+    def refuse(self, module: nn.Module) -> str | None:
+        """Why the module's settings cannot be handled, or None."""
+        reason = super().refuse(module)
+        if reason is not None:
+            return reason
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        ids = torch.arange(min(8, len(weight)), device=weight.device).unsqueeze(0)
+        with torch.no_grad():
+            ours, theirs = weight[ids] * self.scale(module), module(ids)
+        if ours.shape != theirs.shape or not torch.equal(ours, theirs):
+            return "its forward is not weight[ids] * embed_scale; freeze its weight, or register_rule one for its class"
+        return None
+
+    def scale(self, module: Any) -> Tensor:
+        """``embed_scale``, in the weight's precision, as the original has it."""
+        return torch.as_tensor(module.embed_scale).to(module.weight)
+
+
+def _factors(
+    output_gradient: Tensor, ids: Tensor, padding_idx: int | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if scale is not None:
+        output_gradient = output_gradient * scale
+    if padding_idx is not None:
+        # The padding row gets no gradient from here, but may get one from a tied head.
+        output_gradient = output_gradient.masked_fill((ids == padding_idx).unsqueeze(-1), 0.0)
+    return ids, output_gradient
+
+
+def batch_size_of(inputs: Any) -> int | None:
+    """B, by the inputs of a module around an embedding: token ids [B, T] or hidden states [B, T, ...].
+
+    Args:
+        inputs: Positional and keyword arguments, flat.
+
+    Returns:
+        The largest first dimension of the integer tensors of two dimensions and the floating ones of three or more.
+    """
+    sizes = [
+        value.shape[0]
+        for value in inputs
+        if isinstance(value, Tensor) and (value.ndim >= 3 if value.is_floating_point() else value.ndim == 2)
+    ]
+    return max(sizes, default=None)

@@ -1,42 +1,27 @@
 """Which module classes can be instrumented, and how: one rule per layer kind."""
 
-from collections.abc import Mapping
-from typing import Protocol
-
 from torch import nn
 
-from dprc_lightning.layers.embedding import EmbeddingRule
-from dprc_lightning.layers.linear import LinearRule
-from dprc_lightning.layers.normalization import HuggingFaceRMSNormRule, TorchRMSNormRule
+from dprc_lightning.errors import InvalidArgumentError
+from dprc_lightning.layers.broadcast import BroadcastRule
+from dprc_lightning.layers.conv import Conv1dRule, Conv2dRule
+from dprc_lightning.layers.embedding import EmbeddingRule, HuggingFaceScaledEmbeddingRule
+from dprc_lightning.layers.linear import HuggingFaceConv1DRule, LinearRule
+from dprc_lightning.layers.normalization import HuggingFaceRMSNormRule, LayerNormRule, TorchRMSNormRule
+from dprc_lightning.layers.rule import LayerRule
 
-
-class LayerRule(Protocol):
-    """How to instrument one kind of layer.
-
-    Attributes:
-        kinds: Local parameter name -> ``matrix`` or ``vector``, for every parameter that the rule covers.
-        sides: Local parameter name -> the axis that P must contract, where the layer leaves no choice.
-    """
-
-    @property
-    def kinds(self) -> Mapping[str, str]:
-        """Local parameter name -> ``matrix`` or ``vector``."""
-
-    @property
-    def sides(self) -> Mapping[str, int]:
-        """Local parameter name -> axis that P must contract."""
-
-    def matches(self, module: nn.Module) -> bool:
-        """Whether this rule is for the module."""
-
-    def refuse(self, module: nn.Module) -> str | None:
-        """Why the module's settings cannot be handled, or None."""
-
-    def instrumented_class(self, module: nn.Module) -> type[nn.Module]:
-        """The class that takes the place of the module's own."""
-
-
-_RULES: list[LayerRule] = [LinearRule(), EmbeddingRule(), TorchRMSNormRule(), HuggingFaceRMSNormRule()]
+_RULES: list[LayerRule] = [
+    LinearRule(),
+    EmbeddingRule(),
+    HuggingFaceScaledEmbeddingRule(),
+    LayerNormRule(),
+    TorchRMSNormRule(),
+    HuggingFaceRMSNormRule(),
+    HuggingFaceConv1DRule(),
+    Conv2dRule(),
+    Conv1dRule(),
+    BroadcastRule("transformers.models.vit.modeling_vit.ViTEmbeddings", ("cls_token", "position_embeddings")),
+]
 
 
 def find_rule(module: nn.Module) -> LayerRule | None:
@@ -49,3 +34,26 @@ def find_rule(module: nn.Module) -> LayerRule | None:
         The first rule that matches, or None.
     """
     return next((rule for rule in _RULES if rule.matches(module)), None)
+
+
+def register_rule(rule: LayerRule) -> None:
+    """Make a rule known, for models attached from now on. It comes before all that are known already.
+
+    Args:
+        rule: The rule. The guarantee rests on its formula: hold it against one backward per record.
+
+    Raises:
+        InvalidArgumentError: It is not an instance of a `LayerRule`.
+    """
+    if not isinstance(rule, LayerRule):
+        raise InvalidArgumentError("rule", rule, "expected an instance of a subclass of LayerRule")
+    _RULES.insert(0, rule)
+
+
+def unregister_rule(rule: LayerRule) -> None:
+    """Forget a rule.
+
+    Args:
+        rule: One that was registered.
+    """
+    _RULES.remove(rule)

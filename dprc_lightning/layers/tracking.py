@@ -1,16 +1,46 @@
 """What the instrumented layers share: the mode of the pass, the anchor, and the guards of the clipped backward."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dprc_lightning.errors import LossShapeError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
-from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.sketch import Factors, Projections
+from dprc_lightning.layers.tracker import HALF_ROUNDING, ROUNDING, ParameterTracker
+from dprc_lightning.sketch import Factors, Projections, weighted_sum
+
+MISMATCH = 1e-4
+"""By how much of its size a float32 output gradient may differ between the two passes."""
+HALF_MISMATCH = 2.0**-8
+"""The same for a bfloat16 one; charged as `norm_slack`."""
+
+
+_traced: list[bool] = []
+
+
+@torch.compiler.assume_constant_result
+def note_tracing() -> None:
+    """Called while torch.compile traces an instrumented forward: Python runs this then, and only then.
+
+    An exception there would only end the tracing; the next norm pass raises instead. It is noted for the whole process,
+    because a traced graph may serve another model of the same classes.
+    """
+    _traced.append(True)
+
+
+def was_traced() -> bool:
+    """Whether torch.compile has looked into an instrumented forward of this process."""
+    return bool(_traced)
+
+
+def forget_tracing() -> None:
+    """Drop every compiled graph, so that compiling again is seen again."""
+    if _traced:
+        torch.compiler.reset()
+        _traced.clear()
 
 
 class Mode(Enum):
@@ -21,7 +51,7 @@ class Mode(Enum):
     NORM = "norm"
     """First backward: layers add norms and compute no weight gradient."""
     CLIP = "clip"
-    """Second backward: layers compute weight gradients of the rescaled losses."""
+    """Second backward: layers compute weight gradients, each record's times its clip factor."""
 
 
 class PassState:
@@ -37,11 +67,16 @@ class PassState:
         self.projections = projections
         self.mode = Mode.IDLE
         self.anchors: dict[torch.device, Tensor] = {}
+        self.half_precision = False
+        """Whether the last norm pass saw an output gradient in bfloat16."""
+        self.batch_hint: int | None = None
+        """Records of the running forward, as seen by the inputs of an embedding's parents."""
         self._squared: Tensor | None = None
         self._records = 0
-        self._scales: Tensor | None = None
+        self._scales: Sequence[float] = ()
         self._carried = torch.zeros(0)
         self._findings: list[tuple[str, Tensor]] = []
+        self._deterministic = True
 
     def anchor(self, device: torch.device) -> Tensor:
         """A scalar that every instrumented op takes, and the only input asked of `autograd.grad` in the norm pass.
@@ -56,7 +91,7 @@ class PassState:
             A leaf scalar, float32, that requires grad.
         """
         if device not in self.anchors:
-            self.anchors[device] = torch.zeros((), device=device, requires_grad=True)
+            self.anchors[device] = torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
         return self.anchors[device]
 
     def count_use(self, tracker: ParameterTracker) -> None:
@@ -69,6 +104,7 @@ class PassState:
         for tracker in self.trackers.values():
             tracker.start()
         self._squared, self._records = None, records
+        self.half_precision, self._deterministic = False, True
         self.mode = Mode.NORM
 
     @torch.no_grad()  # the kept factors are part of the user's graph; the norms are not
@@ -78,27 +114,36 @@ class PassState:
         Returns:
             Squared norms of the whole gradient [B], float32; None if no parameter contributed.
         """
+        share = HALF_ROUNDING if self.half_precision and not self._deterministic else ROUNDING
         for tracker in self.trackers.values():
-            self._accumulate(tracker.squared_floor())
+            self._accumulate(tracker.squared_floor(share))
             self._accumulate(tracker.finish())
         squared, self._squared = self._squared, None
         return squared
+
+    def unused(self) -> list[str]:
+        """Names of the trainable parameters that the last norm pass did not meet."""
+        return [t.name for t in self.trackers.values() if t.parameter.requires_grad and t.contributions == 0]
 
     def start_clipping(self, scales: Tensor, carried: Tensor) -> None:
         """Begin the clipped backward.
 
         Args:
-            scales: What each record's loss is multiplied by, [B].
+            scales: What each record's gradient is multiplied by, [B].
             carried: Norm of each clipped gradient as a share of C, [B] in [0, 1].
         """
-        self._scales, self._carried, self._findings = scales.float(), carried.float(), []
+        # One transfer for all layers; the products take them as numbers.
+        self._scales = scales.double().tolist()
+        self._carried, self._findings = carried.float(), []
+        self._records = len(self._scales)
         self.mode = Mode.CLIP
 
     def check_clipping(self) -> None:
         """After the clipped backward: was it that of the norm pass, and did nothing else reach a parameter?
 
-        Guarantee: the clip factor of a record bounds its contribution only if the second backward is the first one
-        times the factor, and if no gradient comes by another way than through the layers whose norms were taken.
+        Guarantee: the clip factor of a record bounds its contribution only if the second backward meets the same
+        gradients as the first one, and if no gradient comes by another way than through the layers whose norms were
+        taken.
 
         Raises:
             UnclippedGradientError: One of the two does not hold.
@@ -107,47 +152,72 @@ class PassState:
             if bool(found):
                 raise UnclippedGradientError(message)
 
-    def witness(self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor) -> None:
-        """Called by every layer's backward: the output gradients of both passes must agree up to the factors.
+    def abort(self) -> None:
+        """Back to idle, with nothing kept; right after either pass, also after an exception."""
+        self.mode = Mode.IDLE
+        self._squared, self._scales = None, ()
+        self._findings = []
+        for tracker in self.trackers.values():
+            tracker.clear()
 
-        They do not under a backward that is not linear (a hook that normalises gradients), under dropout that is drawn
-        again in a recomputation, or when the losses of the two passes are not the same.
+    # Called by the layers' backwards --------------------------------------------------------------------------------
+
+    def matrix(
+        self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor, left: Tensor, right: Tensor
+    ) -> Tensor | None:
+        """One use of a matrix arrived: its norm now, or its gradient, each record's times its factor.
 
         Args:
             ctx: The autograd node's own context, which lives as long as the graph.
-            tracker: The parameter.
-            output_gradient: [B, ...].
+            tracker: The parameter, of shape [n0, ...].
+            output_gradient: [B, ...], as autograd gave it.
+            left: [B, ..., n0] floating, or ids [B, ...].
+            right: [B, ..., n1] floating, n1 the product of the parameter's other axes.
 
-        Raises:
-            StepOrderError: The clipped backward of a graph that no norm pass has seen.
-            UnsupportedModuleError: The gradient is in half precision.
+        Returns:
+            The weight gradient, of the parameter's shape and at least float32; None in the norm pass.
         """
-        if output_gradient.dtype in (torch.bfloat16, torch.float16):
-            raise UnsupportedModuleError(
-                f"module {tracker.modules[0]!r}: its output gradient is {output_gradient.dtype}, and what half "
-                "precision takes off a norm is not accounted; run the trainable layers in float32 (no autocast)"
-            )
-        if self.mode is Mode.IDLE:
-            return
-        sizes = torch.linalg.vector_norm(output_gradient.flatten(1), dim=1, dtype=torch.float32)
+        self._witness(ctx, tracker, output_gradient)
+        use = self._factors(tracker, left, right)
         if self.mode is Mode.NORM:
-            ctx.sizes = sizes
-            return
-        if not hasattr(ctx, "sizes") or self._scales is None:
-            raise StepOrderError(
-                f"module {tracker.modules[0]!r}: no norm pass has seen it; call norms(losses) and clipped_backward("
-                "losses, ...) with the same losses of the same forward, and checkpoint with use_reentrant=False"
-            )
-        scales, carried = self._scales.to(sizes.device), self._carried.to(sizes.device)
-        expected = ctx.sizes * scales
-        # By how much of C the record's contribution may be off; rounding of a gradient that is all but zero is neither.
-        apart = (carried * (sizes - expected).abs() > 0.01 * expected) & ((sizes - expected).abs() > 1e-5 * scales)
-        self._findings.append((
-            f"module {tracker.modules[0]!r}: its gradients in the clipped backward are not those of the norm pass "
-            "times the clip factors; give both the same losses, no hook that changes gradients, and checkpoint with "
-            "preserve_rng_state=True",
-            apart.any(),
-        ))
+            self._add_factors(tracker, use)
+            return None
+        total = weighted_sum(use, self._weights(use.right.shape[0]), _wide(tracker.parameter))
+        return tracker.produced(total.view(tracker.parameter.shape))
+
+    def vector(
+        self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor, per_position: Tensor
+    ) -> Tensor | None:
+        """One use of a vector, or of any parameter whose per-record gradient is small enough to be formed.
+
+        Args:
+            ctx: The autograd node's own context.
+            tracker: The parameter, of shape [*s].
+            output_gradient: [B, ...], as autograd gave it.
+            per_position: The parameter's gradient before any sum, [B, ..., *s]; summed over all positions in float32.
+
+        Returns:
+            The gradient, of the parameter's shape and at least float32; None in the norm pass.
+        """
+        self._witness(ctx, tracker, output_gradient)
+        dims, wide = tracker.parameter.ndim, _wide(tracker.parameter)
+        if self.mode is Mode.IDLE:
+            return tracker.produced(per_position.to(wide).sum_to_size(tracker.parameter.shape))
+        self._check_batch(tracker, per_position, trailing=dims)
+        positions = tuple(range(1, per_position.ndim - dims))
+        per_record = per_position.sum(positions, dtype=wide) if positions else per_position.to(wide)
+        if self.mode is Mode.NORM:
+            sizes = per_position.unsqueeze(-1) if dims == 0 else per_position
+            last = tuple(range(sizes.ndim - max(dims, 1), sizes.ndim))
+            terms = _norms(sizes, last)
+            tracker.add_terms(terms.flatten(1).sum(1) if positions else terms)
+            self._accumulate(tracker.add_vector(per_record.float().unsqueeze(-1) if dims == 0 else per_record.float()))
+            return None
+        weights = self._weights(per_record.shape[0])
+        kept = [i for i, weight in enumerate(weights) if weight != 0.0]
+        factors = torch.tensor([weights[i] for i in kept], dtype=wide, device=per_record.device)
+        chosen = per_record if len(kept) == len(weights) else per_record[kept]
+        return tracker.produced((factors.view(-1, *[1] * dims) * chosen).sum(0))
 
     def watch(self, tracker: ParameterTracker, gradient: Tensor) -> None:
         """Called with what is about to be added to a parameter's gradient.
@@ -164,48 +234,67 @@ class PassState:
                 tracker.foreign(gradient),
             ))
 
-    def abort(self) -> None:
-        """Back to idle, with nothing kept; right after either pass, also after an exception."""
-        self.mode = Mode.IDLE
-        self._squared = self._scales = None
-        self._findings = []
-        for tracker in self.trackers.values():
-            tracker.clear()
+    def _witness(self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor) -> None:
+        """The output gradients of both passes must agree.
 
-    def add_factors(self, tracker: ParameterTracker, left: Tensor, right: Tensor) -> None:
-        """Called by a matrix layer's backward in the norm pass.
+        They do not under dropout that is drawn again in a recomputation, or when the losses of the two passes are not
+        the same.
 
-        Args:
-            tracker: The parameter.
-            left: [B, ..., n0] floating, or ids [B, ...].
-            right: [B, ..., n1] floating.
+        Raises:
+            StepOrderError: The clipped backward of a graph that no norm pass has seen.
+            UnsupportedModuleError: The gradient is float16.
         """
-        self._check_batch(tracker, right, trailing=1)
-        n0, n1 = tracker.parameter.shape
-        # Not -1: a micro-batch may be empty.
-        rows = right.shape[1:-1].numel()
-        left = left.reshape(self._records, rows, *left.shape[-1:] if left.is_floating_point() else ())
-        use = Factors(left, right.reshape(self._records, rows, n1), (n0, n1))
-        sizes = torch.linalg.vector_norm(use.right, dim=-1, dtype=torch.float32)
+        if output_gradient.dtype is torch.float16:
+            raise UnsupportedModuleError(
+                f"module {tracker.modules[0]!r}: its output gradient is float16, which needs loss scaling and loses "
+                "small gradients; use bfloat16 (trainer.precision=bf16-mixed) or float32"
+            )
+        if self.mode is Mode.IDLE:
+            return
+        sizes = _norms(output_gradient.flatten(1), 1)
+        half = output_gradient.dtype is torch.bfloat16
+        if self.mode is Mode.NORM:
+            self.half_precision |= half
+            self._deterministic &= output_gradient.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+            ctx.sizes = sizes
+            return
+        if not hasattr(ctx, "sizes"):
+            raise StepOrderError(
+                f"module {tracker.modules[0]!r}: no norm pass has seen it; call norms(losses) and clipped_backward("
+                "losses, ...) with the same losses of the same forward, and checkpoint with use_reentrant=False"
+            )
+        carried = self._carried.to(sizes.device)
+        # By how much of C the record's contribution may be off; rounding of a gradient that is all but zero is neither.
+        difference = (sizes - ctx.sizes).abs()
+        share = HALF_MISMATCH if half else MISMATCH
+        apart = (carried * difference > share * ctx.sizes) & (difference > 1e-5)
+        self._findings.append((
+            f"module {tracker.modules[0]!r}: its gradients in the clipped backward are not those of the norm pass; "
+            "give both the same losses, no hook that changes gradients, and checkpoint with preserve_rng_state=True",
+            apart.any(),
+        ))
+
+    def _weights(self, records: int) -> Sequence[float]:
+        return self._scales if self.mode is Mode.CLIP else [1.0] * records
+
+    def _factors(self, tracker: ParameterTracker, left: Tensor, right: Tensor) -> Factors:
+        n0, n1 = tracker.matrix_shape
+        if self.mode is Mode.IDLE:
+            # A backward that is none of ours: records do not matter.
+            records, rows = 1, right.numel() // n1
+        else:
+            self._check_batch(tracker, right, trailing=1)
+            # Not -1: a micro-batch may be empty.
+            records, rows = self._records, right.shape[1:-1].numel()
+        left = left.reshape(records, rows, *left.shape[-1:] if left.is_floating_point() else ())
+        return Factors(left, right.reshape(records, rows, n1), (n0, n1))
+
+    def _add_factors(self, tracker: ParameterTracker, use: Factors) -> None:
+        sizes = _norms(use.right, -1)
         if not use.one_hot:
-            sizes = sizes * torch.linalg.vector_norm(use.left, dim=-1, dtype=torch.float32)
+            sizes = sizes * _norms(use.left, -1)
         tracker.add_terms(sizes.sum(1))
         self._accumulate(tracker.add_factors(use, self.projections))
-
-    def add_vector(self, tracker: ParameterTracker, per_position: Tensor) -> None:
-        """Called by a vector parameter's backward in the norm pass.
-
-        Args:
-            tracker: The parameter, of shape [*s].
-            per_position: Its gradient before any sum, [B, ..., *s]; summed here over all positions, in float32.
-        """
-        dims = tracker.parameter.ndim
-        self._check_batch(tracker, per_position, trailing=dims)
-        positions = tuple(range(1, per_position.ndim - dims))
-        per_record = per_position.float()
-        terms = torch.linalg.vector_norm(per_record, dim=tuple(range(per_record.ndim - dims, per_record.ndim)))
-        tracker.add_terms(terms.flatten(1).sum(1) if positions else terms)
-        self._accumulate(tracker.add_vector(per_record.sum(positions) if positions else per_record))
 
     def _check_batch(self, tracker: ParameterTracker, value: Tensor, trailing: int) -> None:
         if value.ndim <= trailing or value.shape[0] != self._records:
@@ -219,26 +308,51 @@ class PassState:
             self._squared = squared if self._squared is None else self._squared + squared.to(self._squared.device)
 
 
+def _norms(value: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Norms along some axes, float32; the sum of squares is formed in float32 or better."""
+    if value.dtype is torch.float64:
+        return torch.linalg.vector_norm(value, dim=dim).float()
+    return torch.linalg.vector_norm(value, dim=dim, dtype=torch.float32)
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    """What a parameter's gradients are summed in."""
+    return torch.float64 if parameter.dtype is torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class Instrumentation:
     """What an instrumented module carries, in its ``__dict__`` and so outside of its state dict.
 
     Attributes:
         state: The model's pass state.
+        name: The module's name in the model.
+        rule: How it is instrumented.
         trackers: Local parameter name (``weight``) -> tracker, for the trainable ones.
         original_class: To go back to.
     """
 
     state: PassState
+    name: str
+    rule: Any
     trackers: Mapping[str, ParameterTracker]
     original_class: type[nn.Module]
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # A copy would share the projection's key and be guarded by nothing.
-        raise UnsupportedModuleError("an attached model cannot be copied or pickled: call detach() first")
-
 
 ATTRIBUTE = "_dprc_instrumentation"
+
+
+def instrumentation(module: nn.Module) -> Instrumentation:
+    """What `attach` left in a module.
+
+    Args:
+        module: An instrumented module.
+
+    Returns:
+        The pass state, name and trackers.
+    """
+    carried: Instrumentation = module.__dict__[ATTRIBUTE]
+    return carried
 
 
 def active(module: nn.Module, name: str) -> tuple[PassState, ParameterTracker] | None:
@@ -254,7 +368,7 @@ def active(module: nn.Module, name: str) -> tuple[PassState, ParameterTracker] |
     Raises:
         UnsupportedModuleError: The module's parameter is not the one that was attached.
     """
-    carried: Instrumentation = module.__dict__[ATTRIBUTE]
+    carried = instrumentation(module)
     tracker = carried.trackers.get(name)
     if tracker is None or not tracker.parameter.requires_grad or not torch.is_grad_enabled():
         return None

@@ -8,6 +8,7 @@ from dprc_lightning.sketch.exact import squared_norms
 from dprc_lightning.sketch.factors import Factors
 from dprc_lightning.sketch.hutchinson import cheaper_side, sketch
 from dprc_lightning.sketch.projection import ROWS_PER_BLOCK, GaussianProjections, Projections
+from dprc_lightning.sketch.weighted import weighted_sum
 
 __all__ = [
     "ROWS_PER_BLOCK",
@@ -17,4 +18,5 @@ __all__ = [
     "cheaper_side",
     "sketch",
     "squared_norms",
+    "weighted_sum",
 ]

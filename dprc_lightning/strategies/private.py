@@ -39,30 +39,37 @@ class NoiseHook:
         """Whether the noise is a fixed stream for tests, and so no noise at all."""
         return self._stream.is_test
 
-    def install(self, optimizers: list[Optimizer], protected: Iterable[Tensor]) -> None:
+    def install(self, optimizers: list[Optimizer]) -> None:
         """Hook optimizers. Those that are hooked already are left alone.
 
         Args:
             optimizers: As `configure_optimizers` returned them, unwrapped.
-            protected: The parameters whose gradients are clipped.
         """
-        self._protected = {id(parameter) for parameter in protected}
         for optimizer in optimizers:
             if not any(optimizer is known for known in self._optimizers):
                 optimizer.register_step_pre_hook(self._before_step)
                 self._optimizers.append(optimizer)
 
-    def arm(self, std: float) -> None:
+    def arm(self, std: float, protected: Iterable[Tensor]) -> None:
         """Allow one logical step.
 
         Args:
             std: Standard deviation of the noise on ``p.grad``.
+            protected: The parameters whose gradients are clipped in this step.
 
         Raises:
             StepOrderError: The last step was armed but never finished.
+            UnclippedGradientError: A parameter trains but no optimizer steps it.
         """
         if self._std is not None:
             raise StepOrderError("the last logical step was not finished; a failed step cannot be continued: restart")
+        self._protected = {id(parameter) for parameter in protected}
+        lost = self._protected - {id(p) for optimizer in self._optimizers for p in _trainable(optimizer)}
+        if lost:
+            raise UnclippedGradientError(
+                f"{len(lost)} trainable parameters are not in the optimizer: they were unfrozen or added (LoRA, say) "
+                "after fit began; add them by optimizer.add_param_group, or freeze them"
+            )
         self._std = std
         self._noised.clear()
 
@@ -90,7 +97,7 @@ class NoiseHook:
         if foreign:
             raise UnclippedGradientError(
                 f"{foreign} parameters of the optimizer have gradients that were not clipped: they were unfrozen or "
-                "added after fit began; freeze or unfreeze parameters before"
+                "added within the step; freeze and unfreeze parameters between steps, before training_step"
             )
         due = [p for p in _trainable(optimizer) if id(p) not in self._noised]
         self._noised.update(id(p) for p in due)
@@ -164,4 +171,4 @@ class PrivateStrategy:
         ]
         if problems:
             raise ConfigurationError(problems)
-        self.noise_hook.install(optimizers, module.protected_parameters())
+        self.noise_hook.install(optimizers)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from cases import lm_losses, token_batch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dprc_lightning import attach
+from dprc_lightning.bench.step import flop_counter
 
 
 def model_of(checkpointing=False):
@@ -31,7 +31,7 @@ def model_of(checkpointing=False):
 
 
 def flops(run):
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         run()
     return counter.get_total_flops()
 

@@ -1,0 +1,143 @@
+"""Does any record's loss or norm depend on another record of its micro-batch? Change one, and see."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dprc_lightning.errors import ConfigurationError, IsolationError
+
+TOLERANCE = 1e-4
+"""Of a loss or norm in float32. On a CPU the other records' rows do not change in one bit; where tokens are grouped
+otherwise (mixtures of experts), their sums may round otherwise."""
+HALF_TOLERANCE = 1e-2
+
+
+def check_isolation(
+    losses_of: Callable[[Any], Tensor],
+    norms_of: Callable[[Tensor], Tensor],
+    batch: Any,
+    device: torch.device | str = "cpu",
+    *,
+    half_precision: bool = False,
+) -> bool:
+    """Change records of a micro-batch; no other record's loss or norm may move.
+
+    Twice: the last record becomes a copy of another one, and all others are watched; then all but the first become
+    copies of it, and the first is watched.
+
+    Guarantee: none by itself. The accounting requires that one record's clipped gradient depends on that record alone.
+    This finds what breaks it in the batch at hand: normalisation over the batch, a balancing loss, negatives from the
+    same batch, a loss reduced over the batch, positions taken for records.
+
+    Args:
+        losses_of: The forward: the batch -> losses [B].
+        norms_of: Losses -> norms [B], `ClippingHandle.norms` after a `begin_step`, so that P is the same each time.
+        batch: Tensors [B, ...], alone or in mappings, sequences and dataclasses. Not changed.
+        device: Where the model draws its random numbers: every run draws the same, and none is used up.
+        half_precision: Whether layers run in bfloat16.
+
+    Returns:
+        Whether there was anything to try: at least two records that differ.
+
+    Raises:
+        IsolationError: A record's loss or norm moved.
+        ConfigurationError: The batch shows no tensor whose first dimension is the record.
+    """
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+
+    def run(data: Any, records: int | None) -> dict[str, Tensor]:
+        with torch.random.fork_rng(devices=devices):
+            losses = losses_of(data)
+            if records is not None and len(losses) != records:
+                raise IsolationError(
+                    f"the number of losses changed from {records} to {len(losses)} when one record was changed; "
+                    "per_sample_loss must return one loss per record, whatever the records hold"
+                )
+            return {"loss": losses.detach().float().cpu(), "gradient norm": norms_of(losses).cpu()}
+
+    before = run(batch, None)
+    records = len(before["loss"])
+    if records < 2:
+        return False
+    tolerance = HALF_TOLERANCE if half_precision else TOLERANCE
+    tried = False
+    for change in _changes(batch, records):
+        tried = True
+        after = run(change.batch, records)
+        for name in before:
+            moved = int(_apart(before[name][change.watched], after[name][change.watched], tolerance).sum())
+            if moved:
+                raise IsolationError(
+                    f"the {name} of {moved} of {len(before[name][change.watched])} records moved when ANOTHER record "
+                    "of the micro-batch was changed, so clipping would not bound what one record does: use no "
+                    "normalisation over the batch, batch-wide loss term or negatives from the batch, reduce per "
+                    "record, and give positions the shape [1, T] (found by check_isolation)"
+                )
+    return tried
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    batch: Any
+    watched: slice
+
+
+def _changes(batch: Any, records: int) -> Iterator[_Change]:
+    last = [records - 1]
+    for source in range(records - 1):
+        changed, differs = _replaced(batch, records, source, last)
+        if differs:
+            yield _Change(changed, slice(0, records - 1))
+            yield _Change(_replaced(batch, records, 0, list(range(1, records)))[0], slice(0, 1))
+            return
+
+
+def _apart(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
+    # A record that is not finite is another matter.
+    usual = before.isfinite() & after.isfinite()
+    largest = before.where(usual, 0.0).abs().max()
+    return usual & ((before - after).abs() > tolerance * before.abs() + 1e-6 * largest)
+
+
+def _replaced(batch: Any, records: int, source: int, targets: list[int]) -> tuple[Any, bool]:
+    """A copy of a batch in which some records are copies of record ``source``, and whether that changes anything."""
+    found: list[bool] = []
+    changed, differs = _replace(batch, records, source, targets, found)
+    if not found:
+        raise ConfigurationError([
+            f"privacy.check_isolation=True: the batch ({type(batch).__name__}) shows no tensor whose first dimension "
+            f"is the record ({records}); give per_sample_loss such tensors, or set it to false"
+        ])
+    return changed, differs
+
+
+def _replace(value: Any, records: int, source: int, targets: list[int], found: list[bool]) -> tuple[Any, bool]:
+    def inner(part: Any) -> tuple[Any, bool]:
+        return _replace(part, records, source, targets, found)
+
+    if isinstance(value, Tensor):
+        if value.ndim == 0 or value.shape[0] != records:
+            return value, False
+        found.append(True)
+        copy = value.clone()
+        copy[targets] = value[source]
+        return copy, not torch.equal(copy, value)
+    if isinstance(value, Mapping):
+        parts = {key: inner(part) for key, part in value.items()}
+        made: Any = {key: part for key, (part, _) in parts.items()}
+        # A subclass such as Hugging Face's BatchEncoding is made from a dict.
+        made = made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
+        return made, any(differs for _, differs in parts.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: inner(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        made = dataclasses.replace(value, **{name: part for name, (part, _) in parts.items()})
+        return made, any(differs for _, differs in parts.values())
+    if isinstance(value, tuple | list):
+        items = [inner(part) for part in value]
+        contents = [part for part, _ in items]
+        made = type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
+        return made, any(differs for _, differs in items)
+    return value, False
