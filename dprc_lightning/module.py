@@ -73,7 +73,7 @@ class DPRCModule(pl.LightningModule):
         """
         run, strategy = self._running()
         self._begin_step(batch)
-        statistics = _StepStatistics()
+        statistics = _StepStatistics(private=self.handle is not None)
         with secret_dropout(run.secret.subkey(Domain.DROPOUT, batch.sequence, self.global_rank), self.device):
             for index, cpu_micro_batch in enumerate(batch.micro_batches):
                 micro_batch = self.transfer_batch_to_device(cpu_micro_batch, self.device, 0)
@@ -369,7 +369,8 @@ class DPRCModule(pl.LightningModule):
 class _StepStatistics:
     """Private diagnostics of one logical batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, private: bool) -> None:
+        self._private = private
         self._loss = 0.0
         self._clipped = 0
         self._records = 0
@@ -389,8 +390,7 @@ class _StepStatistics:
 
     def means(self) -> dict[str, float]:
         records = max(self._records, 1)
-        return {
-            "train/loss": self._loss / records,
-            "clip/fraction": self._clipped / records,
-            "clip/dropped": float(self._dropped),
-        }
+        means = {"train/loss": self._loss / records}
+        if self._private:
+            means |= {"clip/fraction": self._clipped / records, "clip/dropped": float(self._dropped)}
+        return means

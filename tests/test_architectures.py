@@ -6,6 +6,7 @@ from architectures import CAUSAL, ENCODERS, case
 from cases import IdentityProjections, brute_force, brute_force_clipped_sum, brute_force_norms, make
 
 from dprc_lightning import attach
+from dprc_lightning.errors import UnsupportedModuleError, UnusedParameterError
 
 RELATIVE = 1e-5
 VARIANTS = [
@@ -78,13 +79,11 @@ def test_lora_dropout_is_the_same_in_both_passes():
 
 def test_dora_is_refused_by_name():
     built = case("llama", lora={"target_modules": ["q_proj"], "use_dora": True})
-    with pytest.raises(Exception, match="lora_magnitude_vector"):
+    with pytest.raises(UnsupportedModuleError, match="lora_magnitude_vector"):
         attach(built.build())
 
 
 def test_unused_parameters_are_named_at_once():
-    from dprc_lightning.errors import UnusedParameterError
-
     built = case("bert")
     model, batch = make(built)
     model.bert.spare = torch.nn.Linear(3, 3)

@@ -14,9 +14,16 @@ from dprc_lightning.report import read_report
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(bash|python)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+BLOCKS = FENCE.findall(README)
 COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.strip()]
-EXAMPLES = [block for kind, block in BLOCKS if kind == "python"]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+EXAMPLES = [
+    block
+    for page in (ROOT / "README.md", *PAGES)
+    for kind, block in FENCE.findall(page.read_text())
+    if kind == "python"
+]
 
 # Two steps on few articles, elsewhere: what is tested is that the command works, not what it learns.
 SHORT = "--privacy.steps 2 --privacy.expected_batch_size 8 --data.init_args.sizes [160,16,16]"
@@ -27,7 +34,7 @@ def test_the_readme_has_what_is_tested_here():
     assert {line.split()[1] for line in COMMANDS if line.startswith("dprc")} == {
         "--help", "calibrate", "epsilon", "fit", "validate", "report", "bench",
     }  # fmt: skip
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 @pytest.mark.parametrize("target", ["quickstart", "test", "lint", "bench", "clean"])
@@ -89,7 +96,7 @@ def test_commands_on_the_articles(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("example", EXAMPLES, ids=["own_module", "own_loop"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["own_module", "own_loop", "own_rule"])
 def test_examples(example, tmp_path, capsys):
     with contextlib.chdir(tmp_path):
         exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
@@ -97,6 +104,8 @@ def test_examples(example, tmp_path, capsys):
     if "class Regression" in example:
         report = read_report(tmp_path / "my_run")
         assert report["steps"] == 40 and 3.9 < report["epsilon"]["upper"] <= 4.0
+    elif "register_rule" in example:
+        assert re.search(r"tensor\(\[[0-9., ]+\]\)", said)
     else:
         upper = float(re.search(r"upper=([0-9.]+)", said)[1])
         assert 3.9 < upper <= 4.0

@@ -206,7 +206,7 @@ def _build(trainer: pl.Trainer, module: "DPRCModule", plan: list[dict[str, Any]]
             "peak_memory_bytes": _peak_memory(module.device),
             "device": _device_name(module.device),
         },
-        "logged_unprotected": ["train/loss", "clip/fraction"] if module.privacy.log_unprotected else [],
+        "logged_unprotected": ["train/loss", "clip/fraction", "clip/dropped"] if module.privacy.log_unprotected else [],
         "assumptions": list(ASSUMPTIONS),
         "paths": _paths(trainer, run.folder),
         "versions": versions(),

@@ -116,6 +116,59 @@ class TestUnsupported:
         with pytest.raises((UnclippedGradientError, StepOrderError), match="use_reentrant"):
             handle.clipped_backward(losses, max_grad_norm=1.0, norms=norms)
 
+    @pytest.mark.parametrize(
+        ("settings", "remedy"),
+        [
+            ({"use_reentrant": True}, "set use_reentrant=False"),
+            ({"use_reentrant": False, "preserve_rng_state": False}, "set preserve_rng_state=True"),
+        ],
+    )
+    def test_checkpointing_that_a_model_is_set_to(self, settings, remedy):
+        model = tiny_llama(tied=False)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        with pytest.raises(UnsupportedModuleError, match=remedy) as caught:
+            attach(model)
+        assert "module 'model'" in str(caught.value) and str(settings) in str(caught.value)
+        model.gradient_checkpointing_disable()
+        attach(model)
+
+    def test_checkpoint_wrapper(self):
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+        wrapped = [checkpoint_wrapper(small(), checkpoint_impl=CheckpointImpl.REENTRANT)]
+        wrapped.append(checkpoint_wrapper(small(), preserve_rng_state=False))
+        for module, remedy in zip(wrapped, ("use_reentrant=False", "preserve_rng_state=True"), strict=True):
+            with pytest.raises(UnsupportedModuleError, match=remedy):
+                attach(nn.Sequential(module))
+        attach(nn.Sequential(checkpoint_wrapper(small())))
+
+    @pytest.mark.parametrize("way", ["the model", "a part", "in place", "a function around it"])
+    def test_compiling_after_attach(self, way):
+        model = small()
+        handle = attach(model)
+        run = model
+        if way == "the model":
+            run = torch.compile(model, backend="eager")
+        elif way == "a part":
+            run = nn.Sequential(torch.compile(model[0], backend="eager"), model[1:])
+        elif way == "in place":
+            model.compile(backend="eager")
+        else:
+            run = torch.compile(lambda x: model(x), backend="eager")
+        losses = run(torch.randn(3, 4)).square().sum(1)
+        with pytest.raises(UnsupportedModuleError, match=r"torch\.compile"):
+            handle.norms(losses)
+        # Another model, not compiled, is none the worse for it.
+        other = small()
+        attach(other).norms(losses_of(other))
+
+    def test_a_compiled_part(self):
+        for compiled in (nn.Sequential(torch.compile(small())), nn.Sequential(small())):
+            if type(compiled[0]) is nn.Sequential:
+                compiled[0].compile()
+            with pytest.raises(UnsupportedModuleError, match=r"torch\.compile"):
+                attach(compiled)
+
 
 class TestArguments:
     @pytest.mark.parametrize(
