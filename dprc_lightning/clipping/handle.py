@@ -274,15 +274,21 @@ class ClippingHandle:
     def _watch_batch_size(self, embedding: str) -> None:
         """Let an embedding know the number of records, where its own ids come once for all."""
 
+        hints = self._state.batch_hints
+
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found = batch_size_of([*args, *kwargs.values()])
-            if found is not None:
-                self._state.batch_hint = found
+            hints.append(hints[-1] if found is None and hints else found)
+
+        def after(*_: Any) -> None:
+            hints.pop()
 
         parts = embedding.split(".")
         for depth in range(len(parts)):
             parent = self._model.get_submodule(".".join(parts[:depth]))
+            # Only while the parent runs: the next micro-batch has another size.
             self._hooks.append(parent.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(parent.register_forward_hook(after, always_call=True))
 
     def _guard(self, tracker: ParameterTracker) -> None:
         """Refuse every gradient that did not come through `clipped_backward` of a norm pass that saw the parameter."""

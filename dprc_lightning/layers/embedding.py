@@ -57,7 +57,7 @@ class EmbeddingRule(LayerRule):
                     f"module {carried.name!r}: ids 0 to {len(ids) - 1} in one dimension are positions, not one id per "
                     "record; give them the shape [1, T] (unsqueeze(0)), or freeze the embedding"
                 )
-            records = carried.state.batch_hint
+            records = carried.state.batch_hints[-1] if carried.state.batch_hints else None
             if records is not None and ids.ndim == 2 and ids.shape[0] == 1 and records != 1:
                 ids = ids.expand(records, -1)
         output = F.embedding(ids, module.weight.detach())

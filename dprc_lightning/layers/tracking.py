@@ -69,8 +69,8 @@ class PassState:
         self.anchors: dict[torch.device, Tensor] = {}
         self.half_precision = False
         """Whether the last norm pass saw an output gradient in bfloat16."""
-        self.batch_hint: int | None = None
-        """Records of the running forward, as seen by the inputs of an embedding's parents."""
+        self.batch_hints: list[int | None] = []
+        """Records, as seen by the inputs of an embedding's parents that are running; the innermost last."""
         self._squared: Tensor | None = None
         self._records = 0
         self._scales: Sequence[float] = ()

@@ -196,10 +196,24 @@ class TestPositions:
         with pytest.raises(LossShapeError, match="first dimension"):
             handle.norms(losses)
 
+    def test_micro_batches_of_other_sizes_and_forwards_that_fail(self):
+        case = position_case(5, 7)
+        model, batch = make(case)
+        gradients = brute_force(case, model, batch)
+        handle = attach(model, "exact")
+        handle.begin_step()
+        norms = []
+        for rows in (slice(0, 3), slice(3, 4), slice(4, 5)):
+            with pytest.raises(IndexError):
+                model(batch["ids"][:4] + 100)
+            norms.append(handle.norms(case.losses(model, {"ids": batch["ids"][rows]})))
+        assert torch.allclose(torch.cat(norms).double(), brute_force_norms(gradients), rtol=1e-6)
+        assert handle._state.batch_hints == []
+
     def test_detach_takes_the_hooks_away(self):
         model, _ = make(position_case(2, 3))
         attach(model).detach()
-        assert not any(m._forward_pre_hooks for m in model.modules())
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 class Scale(nn.Module):
