@@ -32,11 +32,13 @@ class LogicalBatch:
     Args:
         sequence: The ledger's number of the step that it is for.
         micro_batches: Collated micro-batches; none if no record was drawn, and then the step is noise alone.
+        counts: Records of each.
     """
 
-    def __init__(self, sequence: int, micro_batches: Sequence[Any]) -> None:
+    def __init__(self, sequence: int, micro_batches: Sequence[Any], counts: Sequence[int]) -> None:
         self.sequence = sequence
         self.micro_batches = micro_batches
+        self.counts = counts
 
 
 class LogicalBatches(Dataset[LogicalBatch]):
@@ -67,7 +69,8 @@ class LogicalBatches(Dataset[LogicalBatch]):
             max_tokens=max_tokens,
             lengths=lengths,
         )
-        return LogicalBatch(sequence, [self._collate([self._dataset[i] for i in part.tolist()]) for part in parts])
+        collated = [self._collate([self._dataset[i] for i in part.tolist()]) for part in parts]
+        return LogicalBatch(sequence, collated, [len(part) for part in parts])
 
 
 def record_lengths(dataset: SizedDataset, indices: Sequence[int]) -> list[int]:

@@ -14,8 +14,15 @@ from dprc_lightning.clipping.isolation import check_isolation
 from dprc_lightning.clipping.two_pass import HALF_NORM_SLACK, matmul_precision
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
 from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
+from dprc_lightning.diagnostics import StepStatistics
 from dprc_lightning.dropout import secret_dropout
-from dprc_lightning.errors import ConfigurationError, LedgerError, StepOrderError, UnprotectedStrategyError
+from dprc_lightning.errors import (
+    ConfigurationError,
+    LedgerError,
+    LossShapeError,
+    StepOrderError,
+    UnprotectedStrategyError,
+)
 from dprc_lightning.keys import Domain
 from dprc_lightning.run import PrivateRun, open_secret, refuse_used_folder, resume_ledger, start_ledger
 from dprc_lightning.strategies import PrivateStrategy
@@ -73,14 +80,14 @@ class DPRCModule(pl.LightningModule):
         """
         run, strategy = self._running()
         self._begin_step(batch)
-        statistics = _StepStatistics(private=self.handle is not None)
+        statistics = StepStatistics(private=self.handle is not None)
         with secret_dropout(run.secret.subkey(Domain.DROPOUT, batch.sequence, self.global_rank), self.device):
             for index, cpu_micro_batch in enumerate(batch.micro_batches):
                 micro_batch = self.transfer_batch_to_device(cpu_micro_batch, self.device, 0)
                 micro_batch = self.trainer.precision_plugin.convert_input(micro_batch)
                 self._check_isolation(micro_batch, strategy)
                 with strategy.micro_batch(last=index == len(batch.micro_batches) - 1):
-                    losses = self._losses(micro_batch)
+                    losses = self._losses(micro_batch, batch.counts[index])
                     norms = self._norms(losses, strategy)
                     self._clipped_backward(losses, norms)
                 statistics.add(losses, norms, self.handle.clip_factors if self.handle else None)
@@ -119,10 +126,16 @@ class DPRCModule(pl.LightningModule):
                 self.per_sample_loss, norms_of, micro_batch, self.device, half_precision=half
             )
 
-    def _losses(self, micro_batch: Any) -> Tensor:
-        """Step 2: the forward."""
+    def _losses(self, micro_batch: Any, records: int) -> Tensor:
+        """Step 2: the forward. A record that had several losses would be clipped several times."""
         with self.clock.phase("forward"):
-            return self.per_sample_loss(micro_batch)
+            losses = self.per_sample_loss(micro_batch)
+        if losses.shape != (records,):
+            raise LossShapeError(
+                f"{type(self).__name__}.per_sample_loss returned shape {tuple(losses.shape)} for {records} records; "
+                "one loss per record, shape [B], is needed: sum or average over a record's own tokens"
+            )
+        return losses
 
     def _norms(self, losses: Tensor, strategy: PrivateStrategy) -> Tensor | None:
         """Step 3: the first backward, for the norms."""
@@ -132,7 +145,7 @@ class DPRCModule(pl.LightningModule):
             return self.handle.norms(losses)
 
     def _clipped_backward(self, losses: Tensor, norms: Tensor | None) -> None:
-        """Step 4: the second backward, of the rescaled losses, through the engine's own."""
+        """Step 4: the second backward, of the clipped gradients, through the engine's own."""
         run, _ = self._running()
         # Every engine averages over ranks; E[B] is a constant of the whole run.
         scale = self.trainer.world_size / run.resolved.expected_batch_size
@@ -161,7 +174,7 @@ class DPRCModule(pl.LightningModule):
             scheduler.step()  # type: ignore[call-arg]
         self.clock.end_step()
 
-    def _log(self, statistics: "_StepStatistics") -> None:
+    def _log(self, statistics: StepStatistics) -> None:
         """Diagnostics from private data, without noise: outside of the guarantee, and named so in the report."""
         if self.privacy.log_unprotected:
             # batch_size only weighs epoch means, of which there are none; the realised one is private.
@@ -364,33 +377,3 @@ class DPRCModule(pl.LightningModule):
         if self.private_run is None or not isinstance(strategy, PrivateStrategy):
             raise StepOrderError("the private run was not prepared: train with trainer.fit under a dprc_* strategy")
         return self.private_run, strategy
-
-
-class _StepStatistics:
-    """Private diagnostics of one logical batch."""
-
-    def __init__(self, private: bool) -> None:
-        self._private = private
-        self._loss = 0.0
-        self._clipped = 0
-        self._records = 0
-        self._dropped = 0
-
-    def add(self, losses: Tensor, norms: Tensor | None, factors: Tensor | None) -> None:
-        losses = losses.detach()
-        if norms is None or factors is None:
-            self._loss += float(losses.sum())
-            self._records += len(losses)
-            return
-        kept = torch.isfinite(norms)
-        self._loss += float(losses[kept].sum())
-        self._records += int(kept.sum())
-        self._clipped += int((factors[kept] < 1).sum())
-        self._dropped += int((~kept).sum())
-
-    def means(self) -> dict[str, float]:
-        records = max(self._records, 1)
-        means = {"train/loss": self._loss / records}
-        if self._private:
-            means |= {"clip/fraction": self._clipped / records, "clip/dropped": float(self._dropped)}
-        return means

@@ -441,7 +441,7 @@ class TestRefusals:
     def test_a_batch_of_another_step(self, tmp_path):
         class Foreign(ToyModule):
             def training_step(self, batch, batch_idx):
-                super().training_step(LogicalBatch(batch.sequence + 1, batch.micro_batches), batch_idx)
+                super().training_step(LogicalBatch(batch.sequence + 1, batch.micro_batches, batch.counts), batch_idx)
 
         with pytest.raises(StepOrderError, match="ledger is at step 0"):
             trainer(tmp_path).fit(Foreign(privacy()), datamodule=ToyData())

@@ -10,7 +10,13 @@ from toy import ToyData, ToyModule, ZeroNoise, privacy, trainer
 
 from dprc_lightning import PerformanceConfig
 from dprc_lightning.clipping.two_pass import HALF_NORM_SLACK
-from dprc_lightning.errors import ConfigurationError, IsolationError, NonFiniteRecordError, UnusedParameterError
+from dprc_lightning.errors import (
+    ConfigurationError,
+    IsolationError,
+    LossShapeError,
+    NonFiniteRecordError,
+    UnusedParameterError,
+)
 from dprc_lightning.report import read_report
 
 
@@ -147,6 +153,18 @@ def _with_fixed_dropout(module):
     return step
 
 
+class TestShapes:
+    @pytest.mark.parametrize("shape", ["per token", "mean", "column"])
+    def test_one_loss_per_record(self, tmp_path, shape):
+        class Wrong(ToyModule):
+            def per_sample_loss(self, batch):
+                losses = super().per_sample_loss(batch)
+                return {"per token": losses.repeat(2), "mean": losses.mean(), "column": losses.unsqueeze(1)}[shape]
+
+        with pytest.raises(LossShapeError, match=r"per_sample_loss returned shape .* for 3 records"):
+            trainer(tmp_path).fit(Wrong(privacy(sample_rate=1.0, check_isolation=False)), datamodule=ToyData())
+
+
 class TestUnused:
     def test_named_at_once_or_noised(self, tmp_path):
         class Spare(ToyModule):
@@ -205,6 +223,17 @@ class TestFreezing:
 
         trainer(tmp_path, callbacks=[Freeze(), Look()]).fit(module, datamodule=ToyData())
         assert torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
+
+    def test_a_layer_that_freezes_after_its_backward_gets_its_noise(self, tmp_path):
+        class Freeze(pl.Callback):
+            def on_after_backward(self, trainer, module):
+                module.net[0].requires_grad_(False)
+
+        module = ToyModule(privacy(sample_rate=1.0, steps=1, noise_multiplier=1e6), PerformanceConfig(64))
+        start = copy.deepcopy(module.net.state_dict())
+        trainer(tmp_path, callbacks=[Freeze()]).fit(module, datamodule=ToyData())
+        moved = [float((p - start[n]).norm()) for n, p in module.net.state_dict().items()]
+        assert min(moved) > 1e3, moved
 
 
 def test_settings_are_checked_together(tmp_path):

@@ -1,28 +1,36 @@
 """`attach`: per-record clipping for any `torch.nn.Module`, without Lightning."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from dprc_lightning.clipping.guards import ModelGuard
 from dprc_lightning.clipping.instrument import Owners, find_owners, make_trackers
 from dprc_lightning.clipping.plan import PlanRow, plan_row
 from dprc_lightning.clipping.two_pass import (
     HALF_NORM_SLACK,
     OnNonfinite,
     Unused,
+    check_losses,
     clipped_backward,
-    matmul_precision,
     norm_pass,
 )
-from dprc_lightning.errors import InvalidArgumentError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
+from dprc_lightning.errors import (
+    InvalidArgumentError,
+    LossShapeError,
+    StepOrderError,
+    UnclippedGradientError,
+    UnsupportedModuleError,
+)
 from dprc_lightning.keys import derive
-from dprc_lightning.layers import ATTRIBUTE, Instrumentation, LayerRule, Mode, ParameterTracker, PassState
+from dprc_lightning.layers import ATTRIBUTE, Instrumentation, LayerRule, ParameterTracker, PassState
 from dprc_lightning.layers.embedding import EmbeddingRule, batch_size_of
-from dprc_lightning.layers.tracking import forget_tracing, was_traced
+from dprc_lightning.layers.tracking import forget_tracing
 from dprc_lightning.sketch import GaussianProjections, Projections
 
 Estimator = Literal["auto", "exact", "hutchinson", "hutchpp"]
@@ -51,8 +59,8 @@ class ClippingHandle:
         self._explicit_steps = False
         self._factors: Tensor | None = None
         self._dropped = 0
-        self._versions: dict[str, int] = {}
-        self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._guard = ModelGuard(model, self._state)
+        self._taken: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         owners = find_owners(model)
         self._add(owners, make_trackers(model, owners, settings.estimator, settings.sketch_dim, {}))
         sketched = any(tracker.estimator != "exact" for tracker in self._state.trackers.values())
@@ -100,8 +108,8 @@ class ClippingHandle:
         self._explicit_steps = True
         self._advance(index)
         self._refresh()
-        self._versions = self._parameter_versions()
-        self._buffers = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
+        self._guard.begin_step()
+        self._taken.clear()
 
     def norms(self, losses: Tensor) -> Tensor:
         """Norms of the per-record gradients, over all trainable parameters together. Call it right after the forward.
@@ -115,10 +123,12 @@ class ClippingHandle:
             [B], float32. No parameter's ``.grad`` is touched.
         """
         self._check_attached()
-        self._check_model()
+        self._guard.check(within_step=self._explicit_steps)
         if not self._explicit_steps:
             self._advance(None)
-        return norm_pass(self._state, losses, self._settings.unused)
+        norms = norm_pass(self._state, losses, self._settings.unused)
+        self._taken[losses] = norms
+        return norms
 
     def clipped_backward(
         self,
@@ -137,15 +147,16 @@ class ClippingHandle:
         Args:
             losses: [B], those given to `norms`.
             max_grad_norm: C.
-            norms: What `norms` returned for these losses; computed here if None.
+            norms: What `norms` returned for these very losses (or larger ones); taken here if None.
             weights: [B] in [0, 1]; 0 for dummies.
             scale: A public constant, such as 1 / expected batch size. The noise takes the same factor.
             backward: Runs the backward of a scalar, ``losses.sum()``; an engine's own goes here. The layers apply the
                 factors.
         """
         self._check_attached()
-        if norms is None:
-            norms = self.norms(losses)
+        check_losses(losses)
+        norms = self._norms_of(losses, norms)
+        self._taken.pop(losses, None)
         for parameter in self.parameters:
             _accumulate_in_float32(parameter)
         self._dropped = 0
@@ -161,6 +172,24 @@ class ClippingHandle:
             norm_slack=self._settings.norm_slack,
         )
         self._dropped = int((~torch.isfinite(norms)).sum())
+
+    def _norms_of(self, losses: Tensor, given: Tensor | None) -> Tensor:
+        """The norms of these losses: a clip factor bounds nothing if it was made for others."""
+        taken = self._taken.get(losses)
+        if given is None:
+            return self.norms(losses) if taken is None else taken
+        if taken is None:
+            raise StepOrderError(
+                "clipped_backward(losses, norms=...): norms(losses) was not called with these very losses, or they "
+                "were clipped already; call it once for each forward, and clip the same tensor once"
+            )
+        if given.shape != taken.shape:
+            raise LossShapeError(f"norms of shape {tuple(given.shape)} for losses of shape {tuple(losses.shape)}")
+        if given is not taken:
+            smaller = ~(given >= taken * (1.0 - 1e-6)) if given.dtype is torch.float32 else torch.ones_like(taken)
+            if bool(smaller.where(taken.isfinite(), given.isfinite()).any()):
+                raise InvalidArgumentError("norms", "<private>", "expected float32, none smaller than norms() returned")
+        return given
 
     def plan(self) -> list[PlanRow]:
         """One row per trainable parameter: how its norm is had, and at what cost."""
@@ -182,48 +211,10 @@ class ClippingHandle:
         if not self._swapped:
             raise StepOrderError("the handle is detached; call attach(model) again")
 
-    def _check_model(self) -> None:
-        """What must not have happened between the step's beginning and this norm pass."""
-        precision = matmul_precision()
-        if precision != "highest":
-            raise UnsupportedModuleError(
-                f"torch.set_float32_matmul_precision({precision!r}): what it takes off a norm is not accounted; "
-                'set it to "highest"'
-            )
-        if was_traced():
-            raise UnsupportedModuleError(
-                "torch.compile of an attached model: it would bake one of the two passes into its graph; train without "
-                "compilation"
-            )
-        known = {id(tracker.parameter) for tracker in self._state.trackers.values()}
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise UnsupportedModuleError(
-                    f"parameter {name!r} became trainable after attach() or begin_step(): its gradient would not be "
-                    "clipped; freeze it, or call begin_step() between the change and the forward"
-                )
-        if not self._explicit_steps:
-            return
-        if self._versions != self._parameter_versions():
-            raise StepOrderError(
-                "the parameters changed since begin_step(): call begin_step() for every logical step, "
-                "a projection must not serve two"
-            )
-        for name, (buffer, version) in self._buffers.items():
-            if buffer._version != version:
-                raise UnsupportedModuleError(
-                    f"buffer {name!r} was changed by the forward: what it learns of the records is released without "
-                    "noise; use a layer without running statistics"
-                )
-
     def _advance(self, index: int | None) -> None:
         index = self._own_index + 1 if index is None else index
         self._state.projections.begin_step(index)
         self._own_index = index
-
-    def _parameter_versions(self) -> dict[str, int]:
-        trackers = self._state.trackers
-        return {name: t.parameter._version for name, t in trackers.items() if t.parameter.requires_grad}
 
     def _refresh(self) -> None:
         """Instrument what became trainable since the last step."""
@@ -257,7 +248,7 @@ class ClippingHandle:
             }
             self._instrument(module, names[id(module)], rule, local)
         for tracker in trackers.values():
-            self._guard(tracker)
+            self._hooks += self._guard.watch(tracker)
             _accumulate_in_float32(tracker.parameter)
 
     def _instrument(self, module: nn.Module, name: str, rule: LayerRule, trackers: dict[str, ParameterTracker]) -> None:
@@ -273,7 +264,6 @@ class ClippingHandle:
 
     def _watch_batch_size(self, embedding: str) -> None:
         """Let an embedding know the number of records, where its own ids come once for all."""
-
         hints = self._state.batch_hints
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -290,32 +280,6 @@ class ClippingHandle:
             self._hooks.append(parent.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.append(parent.register_forward_hook(after, always_call=True))
 
-    def _guard(self, tracker: ParameterTracker) -> None:
-        """Refuse every gradient that did not come through `clipped_backward` of a norm pass that saw the parameter."""
-        tracked = tracker
-
-        def watch(gradient: Tensor) -> None:
-            self._state.watch(tracked, gradient)
-
-        def check(parameter: Tensor) -> None:
-            if self._state.mode is Mode.CLIP and tracker.contributions > 0:
-                return
-            # Not left behind for an optimizer step after a caught exception.
-            parameter.grad = None
-            if self._state.mode is Mode.CLIP:
-                raise UnclippedGradientError(
-                    f"parameter {tracker.name!r} got a gradient but the norm pass did not see it: its module ran under "
-                    "reentrant checkpointing (set use_reentrant=False), or the parameter is used outside of its "
-                    "module's forward (call the module, or freeze the parameter)"
-                )
-            raise UnclippedGradientError(
-                f"parameter {tracker.name!r} got a gradient that was not clipped: call handle.clipped_backward(losses, "
-                "...) instead of backward(), or handle.detach() first"
-            )
-
-        self._hooks.append(tracker.parameter.register_hook(watch))
-        self._hooks.append(tracker.parameter.register_post_accumulate_grad_hook(check))
-
 
 def attach(
     model: nn.Module,
@@ -331,6 +295,9 @@ def attach(
     projections: Projections | None = None,
 ) -> ClippingHandle:
     """Instrument a model in place, so that the norms of its per-record gradients can be had and clipped.
+
+    Attach the whole model: parameters outside of it are not protected. The first dimension of each trainable layer's
+    input must be the record, in the order of the losses; `check_isolation` tries it.
 
     Every module with a trainable parameter changes its class (and back, by `ClippingHandle.detach`); names, parameters,
     state dict, hooks and `isinstance` stay. Freeze what is not to be trained BEFORE. Under a DPRCModule the library

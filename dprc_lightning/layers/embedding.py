@@ -47,15 +47,17 @@ class EmbeddingRule(LayerRule):
             [B, ..., embedding_dim].
 
         Raises:
-            UnsupportedModuleError: Ids 0, 1, 2, ... in one dimension: positions, which no dimension tells from records.
+            UnsupportedModuleError: Consecutive ids in one dimension: positions, which nothing tells from records where
+                there are as many of them.
         """
         carried = instrumentation(module)
         ids = input
         if torch.is_grad_enabled() and module.weight.requires_grad:
-            if ids.ndim == 1 and len(ids) > 1 and torch.equal(ids, torch.arange(len(ids), device=ids.device)):
+            # Fewer may be consecutive by chance.
+            if ids.ndim == 1 and len(ids) >= 8 and bool((ids.diff() == 1).all()):
                 raise UnsupportedModuleError(
-                    f"module {carried.name!r}: ids 0 to {len(ids) - 1} in one dimension are positions, not one id per "
-                    "record; give them the shape [1, T] (unsqueeze(0)), or freeze the embedding"
+                    f"module {carried.name!r}: ids {int(ids[0])} to {int(ids[-1])} in one dimension are positions, not "
+                    "one id per record; give them the shape [1, T] (unsqueeze(0)), or freeze the embedding"
                 )
             records = carried.state.batch_hints[-1] if carried.state.batch_hints else None
             if records is not None and ids.ndim == 2 and ids.shape[0] == 1 and records != 1:
@@ -120,11 +122,11 @@ def batch_size_of(inputs: Any) -> int | None:
         inputs: Positional and keyword arguments, flat.
 
     Returns:
-        The largest first dimension of the integer tensors of two dimensions and the floating ones of three or more.
+        The first dimension of the first one: an integer tensor of two dimensions, or a floating one of three or more.
+        Not the largest: a mask [T, T] must not pass for a batch.
     """
-    sizes = [
-        value.shape[0]
-        for value in inputs
-        if isinstance(value, Tensor) and (value.ndim >= 3 if value.is_floating_point() else value.ndim == 2)
-    ]
-    return max(sizes, default=None)
+    for value in inputs:
+        if isinstance(value, Tensor) and value.dtype is not torch.bool:
+            if value.ndim >= 3 if value.is_floating_point() else value.ndim == 2:
+                return value.shape[0]
+    return None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dprc_lightning.errors import UnsupportedModuleError
 from dprc_lightning.layers.recording import per_record_parameter
-from dprc_lightning.layers.rule import LayerRule, replaced_parameters
+from dprc_lightning.layers.rule import LayerRule, detached_parameters, replaced_parameters
 from dprc_lightning.layers.tracking import instrumentation
 
 
@@ -34,6 +34,15 @@ class PerRecordRule(LayerRule):
         self.kinds = {**self.kinds, **dict.fromkeys(module._parameters, "vector")}
         return True
 
+    def refuse(self, module: nn.Module) -> str | None:
+        """Why the module's settings cannot be handled, or None."""
+        children = [name for name, _ in module.named_parameters() if "." in name]
+        if children:
+            return (
+                f"PerRecordRule is for layers without child modules, and it has {children[0]}; write a LayerRule for it"
+            )
+        return None
+
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward under `torch.vmap`.
 
@@ -46,7 +55,7 @@ class PerRecordRule(LayerRule):
             What its own forward returns.
 
         Raises:
-            UnsupportedModuleError: The first dimensions of the inputs differ.
+            UnsupportedModuleError: The first dimensions of the inputs differ, or `torch.vmap` cannot run it.
         """
         carried = instrumentation(module)
         inputs = [*args, *kwargs.values()]
@@ -57,6 +66,9 @@ class PerRecordRule(LayerRule):
                 "record to be the first dimension of all; write a LayerRule for it"
             )
         records = shapes[0][0]
+        if records == 0:
+            with detached_parameters(module, carried.trackers):
+                return carried.original_class.forward(module, *args, **kwargs)
         copies = {name: per_record_parameter(module, name, records, new_axis=True) for name in carried.trackers}
 
         def one_record(parameters: dict[str, Tensor], values: list[Any]) -> Any:
@@ -68,4 +80,11 @@ class PerRecordRule(LayerRule):
 
         is_mapped = [isinstance(v, Tensor) for v in inputs]
         in_dims = (0, [0 if mapped else None for mapped in is_mapped])
-        return torch.vmap(one_record, in_dims=in_dims, randomness="different")(copies, inputs)
+        try:
+            return torch.vmap(one_record, in_dims=in_dims, randomness="different")(copies, inputs)
+        except RuntimeError as error:
+            # torch has no type for an operation without a batching rule (an LSTM, say).
+            raise UnsupportedModuleError(
+                f"module {carried.name!r}: torch.vmap cannot run its forward record by record ({error}); write a "
+                "LayerRule for it, or freeze it"
+            ) from error

@@ -30,7 +30,9 @@ class TorchRMSNormRule(LayerRule):
 
     def gradient(self, module: Any, name: str, output_gradient: Tensor, x: Tensor) -> Tensor:
         """See `LayerRule.gradient`."""
-        return output_gradient * F.rms_norm(_wide(x), module.normalized_shape, None, _torch_eps(module, x))
+        # Without an eps of its own the layer takes one that depends on the input's precision.
+        wide = x if module.eps is None else _wide(x)
+        return output_gradient * F.rms_norm(wide, module.normalized_shape, None, module.eps)
 
 
 class HuggingFaceRMSNormRule(LayerRule):
@@ -79,11 +81,6 @@ class HuggingFaceRMSNormRule(LayerRule):
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
-
-
-def _torch_eps(module: Any, x: Tensor) -> float:
-    # The default is that of the input's own precision.
-    return torch.finfo(x.dtype).eps if module.eps is None else module.eps
 
 
 def _eps(module: nn.Module) -> Any:

@@ -50,14 +50,15 @@ class LayerRule:
         """Why the module's settings cannot be handled, in half a sentence with the remedy, or None."""
         return None
 
-    def gradient(self, module: Any, name: str, output_gradient: Tensor, *inputs: Any) -> Any:
+    def gradient(self, module: Any, name: str, output_gradient: Tensor, *args: Any, **kwargs: Any) -> Any:
         """One parameter's gradient, per position: see `record`.
 
         Args:
             module: The module.
             name: Local name of the parameter.
             output_gradient: [B, ...], of the shape of the module's output.
-            *inputs: What the module's forward was called with.
+            *args: What the module's forward was called with.
+            **kwargs: Likewise.
 
         Returns:
             For a vector a tensor [B, ..., *shape]; for a matrix its factors (left [B, ..., n0], right [B, ..., n1]).
@@ -86,10 +87,13 @@ class LayerRule:
                 f"module {carried.name!r}: its forward returns a {type(output).__name__}, and {type(self).__name__} "
                 "needs one tensor; write the rule's forward"
             )
+        # Not the arguments themselves: a formula that held them would keep activations that a checkpoint gave up.
+        count, keywords = len(args), list(kwargs)
         for name in carried.trackers:
 
             def gradient(output_gradient: Tensor, *saved: Any, name: str = name) -> Any:
-                return self.gradient(module, name, output_gradient, *saved)
+                positional, named = saved[:count], dict(zip(keywords, saved[count:], strict=True))
+                return self.gradient(module, name, output_gradient, *positional, **named)
 
             output = record(module, name, output, gradient, *args, *kwargs.values())
         return output

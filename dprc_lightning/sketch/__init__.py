@@ -5,12 +5,13 @@ A layer with weight W [n0, n1] has, for record i, the gradient ``left_i^T right_
 """
 
 from dprc_lightning.sketch.exact import squared_norms
-from dprc_lightning.sketch.factors import Factors
+from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
 from dprc_lightning.sketch.hutchinson import cheaper_side, sketch
 from dprc_lightning.sketch.projection import ROWS_PER_BLOCK, GaussianProjections, Projections
 from dprc_lightning.sketch.weighted import weighted_sum
 
 __all__ = [
+    "BLOCK_ROWS",
     "ROWS_PER_BLOCK",
     "Factors",
     "GaussianProjections",

@@ -18,8 +18,8 @@ from dprc_lightning.sketch.factors import Factors, gram
 def squared_norms(uses: Sequence[Factors]) -> Tensor:
     """Squared Frobenius norm of each record's gradient, summed over all uses of the parameter before squaring.
 
-    Guarantee: exact up to rounding (of which `dprc_lightning.layers.tracker.ROUNDING` takes care), also for a tied
-    weight: ||g1 + g2||^2 can be twice ||g1||^2 + ||g2||^2, so the uses are never squared one by one.
+    Guarantee: exact up to rounding (of which `dprc_lightning.layers.tracker.rounding_share` takes care), also for a
+    tied weight: ||g1 + g2||^2 can be twice ||g1||^2 + ||g2||^2, so the uses are never squared one by one.
 
     Args:
         uses: All uses of one parameter in one micro-batch, at least one.

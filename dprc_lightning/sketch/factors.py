@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+BLOCK_ROWS = 512
+"""Rows (tokens) that are added up in one product. Float32 sums over more would round by more than the norm's floor."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Factors:
         return self.right.shape[1]
 
     def dense(self, record: int) -> Tensor:
-        """The whole gradient of one record.
+        """The whole gradient of one record, added up by blocks of `BLOCK_ROWS`; an embedding's in float64.
 
         Args:
             record: Index into the batch.
@@ -39,10 +43,16 @@ class Factors:
         Returns:
             [n0, n1], float32.
         """
-        right = self.right[record].float()
         if self.one_hot:
-            return right.new_zeros(self.shape).index_add_(0, self.left[record], right)
-        return self.left[record].float().mT @ right
+            ids, places = torch.unique(self.left[record], return_inverse=True)
+            sums = self.right.new_zeros((len(ids), self.shape[1]), dtype=torch.float64)
+            sums.index_add_(0, places, self.right[record].double())
+            return self.right.new_zeros(self.shape, dtype=torch.float32).index_copy_(0, ids, sums.float())
+        total = self.right.new_zeros(self.shape, dtype=torch.float32)
+        for start in range(0, self.length, BLOCK_ROWS):
+            rows = slice(start, start + BLOCK_ROWS)
+            total += self.left[record, rows].float().mT @ self.right[record, rows].float()
+        return total
 
 
 def gram(a: Factors, b: Factors, record: int) -> Tensor:

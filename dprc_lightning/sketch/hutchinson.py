@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from dprc_lightning.sketch.factors import Factors
+from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
 
 Side = Literal[0, 1]
 
@@ -41,11 +41,18 @@ def sketch(use: Factors, projection: Tensor, side: Side) -> Tensor:
         side: The axis of the weight that P contracts.
 
     Returns:
-        [B, n_other, k], float32. Peak extra memory: [B, T, k] float32.
+        [B, n_other, k], float32. Peak extra memory: [B, min(T, BLOCK_ROWS), k] float32, and the factors' blocks.
     """
-    if side == 1:
-        # left_i^T (right_i P) would be a scatter over the vocabulary: V x k floats per record, never wanted.
-        assert not use.one_hot, "an embedding's projection lies on the vocabulary side"
-        return use.left.float().mT @ (use.right.float() @ projection)
-    projected = projection[use.left] if use.one_hot else use.left.float() @ projection
-    return use.right.float().mT @ projected
+    # left_i^T (right_i P) would be a scatter over the vocabulary: V x k floats per record, never wanted.
+    assert side == 0 or not use.one_hot, "an embedding's projection lies on the vocabulary side"
+    total: Tensor | None = None
+    for start in range(0, max(use.length, 1), BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
+        left, right = use.left[:, rows], use.right[:, rows].float()
+        if side == 1:
+            part = left.float().mT @ (right @ projection)
+        else:
+            part = right.mT @ (projection[left] if use.one_hot else left.float() @ projection)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total

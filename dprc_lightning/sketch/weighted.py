@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dprc_lightning.sketch.factors import Factors
+from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
 
 LOOP_FROM_ROWS = 64
 """From this many rows per record on, one product per record costs no more than one product of all records."""
@@ -17,7 +17,10 @@ def weighted_sum(use: Factors, weights: Sequence[float], dtype: torch.dtype = to
     Guarantee: record i's term is its own gradient, made of the very factors whose norm was taken, times its weight. The
     weight enters in float32 or better, after any rounding that the factors carry. The losses are not multiplied by it:
     a product in half precision would round the factor up, and the rest of the backward would round otherwise than in
-    the norm pass. A record of weight 0 is left out, so what it holds (NaN, say) reaches no sum.
+    the norm pass. A record of weight 0 is left out, so what it holds (NaN, say) reaches no sum. No partial sum of a
+    record goes over more than `BLOCK_ROWS` rows, and the blocks are added one by one, so its rounding stays below
+    ``(min(rows, BLOCK_ROWS) + blocks + 1) * 2^-24`` of the sum of its terms' norms, which the norm's floor covers
+    (`dprc_lightning.layers.tracker.rounding_share`); an embedding's rows are added in float64.
 
     Args:
         use: Factors of any floating dtype; products and sums are made in ``dtype``.
@@ -30,18 +33,44 @@ def weighted_sum(use: Factors, weights: Sequence[float], dtype: torch.dtype = to
     kept = [i for i, weight in enumerate(weights) if weight != 0.0]
     if not kept:
         return use.right.new_zeros(use.shape, dtype=dtype)
-    if not use.one_hot and use.length >= LOOP_FROM_ROWS:
-        total = use.right.new_empty(use.shape, dtype=dtype)
-        for n, i in enumerate(kept):
-            # beta=0 does not read the fresh tensor.
-            total.addmm_(use.left[i].to(dtype).mT, use.right[i].to(dtype), beta=float(n > 0), alpha=weights[i])
-        return total
+    if use.one_hot:
+        return _rows_by_id(use, kept, weights).to(dtype)
+    if use.length < LOOP_FROM_ROWS:
+        left, right, factors = _chosen(use, kept, weights, dtype)
+        return left.flatten(0, 1).to(dtype).mT @ (right.to(dtype) * factors).flatten(0, 1)
+    total = use.right.new_empty(use.shape, dtype=dtype)
+    part = torch.empty_like(total) if use.length > BLOCK_ROWS else None
+    for n, i in enumerate(kept):
+        for start in range(0, use.length, BLOCK_ROWS):
+            rows = slice(start, start + BLOCK_ROWS)
+            left, right = use.left[i, rows].to(dtype).mT, use.right[i, rows].to(dtype)
+            first = n == 0 and start == 0
+            if part is None or first:
+                # beta=0 does not read the fresh tensor.
+                total.addmm_(left, right, beta=0.0 if first else 1.0, alpha=weights[i])
+            else:
+                total.add_(torch.mm(left, right, out=part), alpha=weights[i])
+    return total
+
+
+def _chosen(
+    use: Factors, kept: Sequence[int], weights: Sequence[float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The records that have a weight: left, right, and their weights [kept, 1, 1]."""
     left, right = use.left, use.right
     if len(kept) < len(weights):
         index = torch.tensor(kept, device=right.device)
         left, right = left[index], right[index]
     factors = torch.tensor([weights[i] for i in kept], dtype=dtype, device=right.device)
-    rows = (right.to(dtype) * factors.view(-1, 1, 1)).flatten(0, 1)
-    if use.one_hot:
-        return torch.ops.aten.embedding_dense_backward(rows, left.flatten(), use.shape[0], -1, False)
-    return left.flatten(0, 1).to(dtype).mT @ rows
+    return left, right, factors.view(-1, 1, 1)
+
+
+def _rows_by_id(use: Factors, kept: Sequence[int], weights: Sequence[float]) -> Tensor:
+    """An embedding's gradient, [n0, n1] float32. One id may stand at every position: its rows are added in float64."""
+    ids, right, factors = _chosen(use, kept, weights, torch.float64)
+    present, places = torch.unique(ids, return_inverse=True)
+    sums = right.new_zeros((len(present), use.shape[1]), dtype=torch.float64)
+    for i in range(len(ids)):
+        # One record at a time: float64 copies of all would take more memory than the rest of the pass.
+        sums.index_add_(0, places[i], right[i].double() * factors[i])
+    return right.new_zeros(use.shape, dtype=torch.float32).index_copy_(0, present, sums.float())

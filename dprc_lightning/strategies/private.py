@@ -99,7 +99,8 @@ class NoiseHook:
                 f"{foreign} parameters of the optimizer have gradients that were not clipped: they were unfrozen or "
                 "added within the step; freeze and unfreeze parameters between steps, before training_step"
             )
-        due = [p for p in _trainable(optimizer) if id(p) not in self._noised]
+        # One that was frozen after its backward has a gradient, and the optimizer applies it.
+        due = [p for p in everything if (p.requires_grad or p.grad is not None) and id(p) not in self._noised]
         self._noised.update(id(p) for p in due)
         add_gaussian_noise(due, self._std, self._stream)
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from cases import CASES, TinyLM, make, tiny_llama, token_batch
@@ -228,6 +229,19 @@ class TestArguments:
         assert all(p.grad is None for p in model.parameters())
 
 
+class Scaled(torch.autograd.Function):
+    """Times a number that may change before the backward."""
+
+    @staticmethod
+    def forward(ctx, losses, factor):
+        ctx.factor = factor
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
 class TestUnclippedGradients:
     def test_a_backward_of_the_users_own(self):
         model = small()
@@ -276,11 +290,95 @@ class TestUnclippedGradients:
         handle = attach(model, "exact")
         losses = losses_of(model)
         norms = handle.norms(losses)
+        for other in (1000 * losses, losses_of(model)):
+            with pytest.raises(StepOrderError, match="these very losses"):
+                handle.clipped_backward(other, max_grad_norm=1.0, norms=norms)
         with pytest.raises(UnclippedGradientError, match="same losses"):
-            handle.clipped_backward(1000 * losses, max_grad_norm=1.0, norms=norms)
-        with pytest.raises(StepOrderError, match="same forward"):
-            handle.clipped_backward(losses_of(model), max_grad_norm=1.0, norms=norms)
+            handle.clipped_backward(
+                losses, max_grad_norm=1.0, norms=norms, backward=lambda total: (1000 * total).backward()
+            )
         assert all(p.grad is None for p in model.parameters())
+
+    @pytest.mark.parametrize("clip", [1.0, 1e-7])
+    def test_losses_that_change_between_the_passes(self, clip):
+        """In place, or from nothing: the norm that was taken is that of another gradient."""
+        model = small()
+        handle = attach(model, "exact")
+        for before, after in ((0.0, 1000.0), (1e-7, 50.0)):
+            factor = torch.tensor(before)
+            losses = Scaled.apply(losses_of(model), factor)
+            norms = handle.norms(losses)
+            factor.fill_(after * max(before, 1.0))
+            with pytest.raises(UnclippedGradientError, match="not those of the norm pass"):
+                handle.clipped_backward(losses, max_grad_norm=clip, norms=norms)
+
+    def test_norms_of_another_forward(self):
+        model = small()
+        handle = attach(model, "exact")
+        handle.begin_step()
+        first, second = losses_of(model), losses_of(model) * 100
+        small_norms = handle.norms(first)
+        norms = handle.norms(second)
+        with pytest.raises(InvalidArgumentError, match="norms"):
+            handle.clipped_backward(second, max_grad_norm=1.0, norms=small_norms)
+        handle.clipped_backward(second, max_grad_norm=1.0, norms=2 * norms)
+        assert torch.allclose(handle.clip_factors, (0.5 / norms).clamp(max=1.0))
+
+    def test_one_norm_pass_serves_one_clipped_backward(self):
+        model = small()
+        handle = attach(model, "exact")
+        losses = losses_of(model)
+        norms = handle.norms(losses)
+        keep = {"max_grad_norm": 1.0, "backward": lambda total: total.backward(retain_graph=True)}
+        handle.clipped_backward(losses, norms=norms, **keep)
+        with pytest.raises(StepOrderError, match="clipped already"):
+            handle.clipped_backward(losses, norms=norms, **keep)
+
+    @pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_gradient_hooks(self, way, when):
+        """One that comes after ours could multiply the gradient; an optimizer in the backward would skip the noise."""
+        model = small()
+        if when == "before":
+            getattr(model[0].weight, way)(lambda gradient: None if way == "register_hook" else None)
+        handle = attach(model, "exact")
+        if when == "after":
+            getattr(model[0].weight, way)(lambda gradient: gradient * 10 if way == "register_hook" else None)
+        if (way, when) == ("register_hook", "before"):
+            # It changes nothing, and what it changed would be seen.
+            handle.norms(losses_of(model))
+            return
+        with pytest.raises(UnclippedGradientError, match=r"'0\.weight' has a gradient hook"):
+            handle.norms(losses_of(model))
+
+    @pytest.mark.parametrize("random", ["numpy", "own generator"])
+    def test_inputs_that_are_drawn_again(self, random):
+        """Before a layer in a checkpoint: its output gradient stays the same, and its input does not."""
+        numbers = np.random.default_rng(0)
+        generator = torch.Generator().manual_seed(0)
+
+        def drop(x):
+            mask = (
+                torch.from_numpy(numbers.random(x.shape))
+                if random == "numpy"
+                else torch.rand(x.shape, generator=generator)
+            )
+            return x * (mask < 0.2) * 5
+
+        model = nn.Linear(16, 4, bias=False)
+        handle = attach(model, "exact")
+        refused = 0
+        for _ in range(20):
+            handle.begin_step()
+            y = checkpoint(lambda x: model(drop(x).float()), torch.randn(1, 16), use_reentrant=False)
+            try:
+                handle.clipped_backward((y * torch.tensor([100.0, 200, -100, 300])).sum(1), max_grad_norm=1.0)
+            except UnclippedGradientError:
+                refused += 1
+            else:
+                assert model.weight.grad.norm() <= 1.0 + 1e-3
+            model.zero_grad()
+        assert refused > 10
 
     def test_dropout_that_is_drawn_again(self):
         model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1))
@@ -371,11 +469,17 @@ class TestChangedModels:
                 self.seen += x.detach().sum(0)
                 return x
 
-        model = nn.Sequential(Counts(), small())
-        handle = attach(model)
-        handle.begin_step()
-        with pytest.raises(UnsupportedModuleError, match=r"buffer '0\.seen'"):
-            handle.norms(losses_of(model))
+        class Replaces(Counts):
+            def forward(self, x):
+                self.seen = self.seen + x.detach().sum(0)
+                return x
+
+        for kind in (Counts, Replaces):
+            model = nn.Sequential(kind(), small())
+            handle = attach(model)
+            handle.begin_step()
+            with pytest.raises(UnsupportedModuleError, match=r"buffer '0\.seen'"):
+                handle.norms(losses_of(model))
 
 
 class TestSteps:

@@ -15,8 +15,9 @@ from dprc_lightning.errors import LossShapeError, UnclippedGradientError
 
 WAYS = ["parameters", "autocast"]
 ARCHITECTURES = ["llama", "gpt2", "gemma2", "bert"]
-SAME_FACTORS = 1e-6
-"""Of the norm that was taken: float32 sums of products of bfloat16 factors, exact but for their order."""
+SAME_FACTORS = 2e-5
+"""Of the norm that was taken: float32 sums of products of bfloat16 factors, exact but for their order, and the norm's
+floor of 20 roundings."""
 NETWORK = 0.02
 """The norm of the bfloat16 network's gradient against that of the same network in float64: not a matter of privacy."""
 
@@ -64,7 +65,7 @@ def test_what_a_record_adds_has_the_norm_that_was_taken(name, way, checkpointing
         values = losses()
         clip = 0.3 * float(norms.median())
         clipped = added(model, handle, values, handle.norms(values), torch.eye(records)[i], clip=clip)
-        assert float(clipped.norm()) <= clip * (1 + SAME_FACTORS)
+        assert float(clipped.norm()) <= clip * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -9,7 +9,8 @@ from dprc_lightning import attach
 from dprc_lightning.errors import InvalidArgumentError, LossShapeError, UnsupportedModuleError
 from dprc_lightning.layers import BroadcastRule, LayerRule, PerRecordRule, register_rule, unregister_rule
 
-RELATIVE = 1e-6
+# The norm's floor is twice as many units of rounding as there are positions, here up to 72.
+RELATIVE = 5e-5
 
 
 class Wrapped(nn.Module):
@@ -157,6 +158,12 @@ class Positions(nn.Module):
         return self.head(torch.sin(h))
 
 
+def model_without_mask(model):
+    plain = Positions()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
 def position_case(records, tokens, **options):
     return Case(
         "positions",
@@ -172,13 +179,30 @@ class TestPositions:
     def test_ids_that_come_once_for_all_records(self, records, tokens, way):
         check(position_case(records, tokens), **_identity()[way])
 
-    @pytest.mark.parametrize(("records", "tokens"), [(5, 7), (7, 7)])
+    @pytest.mark.parametrize(("records", "tokens"), [(5, 8), (8, 8)])
     def test_positions_in_one_dimension_are_refused(self, records, tokens):
         """With as many positions as records nothing else would tell them apart."""
         model, batch = make(position_case(records, tokens, one_dimension=True))
         attach(model)
         with pytest.raises(UnsupportedModuleError, match=r"module 'places'.*\[1, T\]"):
             model(batch["ids"])
+
+    @pytest.mark.parametrize("records", [1, 3, 9])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
+    def test_a_mask_beside_the_ids(self, records, dtype):
+        """A mask [T, T] must not pass for a batch of T."""
+
+        class Masked(Positions):
+            def forward(self, ids, mask):
+                return super().forward(ids) * mask.float().mean()
+
+        case = position_case(records, 7)
+        model, batch = make(Case("masked", Masked, case.batch, case.losses))
+        gradients = brute_force(case, model_without_mask(model), batch)
+        handle = attach(model, "exact")
+        losses = model(batch["ids"], torch.ones(7, 7, dtype=dtype)).square().flatten(1).sum(1)
+        assert losses.shape == (records,)
+        assert torch.allclose(handle.norms(losses).double(), brute_force_norms(gradients), rtol=RELATIVE)
 
     def test_one_id_per_record(self):
         case = Case(
@@ -207,7 +231,7 @@ class TestPositions:
             with pytest.raises(IndexError):
                 model(batch["ids"][:4] + 100)
             norms.append(handle.norms(case.losses(model, {"ids": batch["ids"][rows]})))
-        assert torch.allclose(torch.cat(norms).double(), brute_force_norms(gradients), rtol=1e-6)
+        assert torch.allclose(torch.cat(norms).double(), brute_force_norms(gradients), rtol=RELATIVE)
         assert handle._state.batch_hints == []
 
     def test_detach_takes_the_hooks_away(self):
@@ -282,7 +306,33 @@ class Mixer(nn.Module):
         return scores.softmax(-1) @ x * scale
 
 
+class Gate(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, x, gate, bias=0.0):
+        return x * self.weight * gate + bias
+
+
+class GateRule(LayerRule):
+    module_class = Gate
+    kinds = {"weight": "vector"}
+
+    def gradient(self, module, name, output_gradient, x, gate, bias=0.0):
+        return output_gradient * x * gate
+
+
 class TestOwnRules:
+    def test_keywords_in_any_order(self, registered):
+        registered(GateRule())
+        model = Gate(4)
+        x, gate = torch.randn(2, 3, 4)
+        handle = attach(model, "exact")
+        first = handle.norms(model(x, gate).square().sum(1))
+        assert torch.equal(first, handle.norms(model(gate=gate, x=x).square().sum(1)))
+        assert torch.equal(first, handle.norms(model(x, gate=gate, bias=0.0).square().sum(1)))
+
     @pytest.mark.parametrize("way", [0, 1], ids=["exact", "sketch"])
     @pytest.mark.parametrize(("layer", "rule"), [(Scale, ScaleRule), (LowRank, LowRankRule)])
     def test_a_formula(self, registered, layer, rule, way):
@@ -295,6 +345,24 @@ class TestOwnRules:
     def test_any_layer_record_by_record(self, registered):
         registered(PerRecordRule(Mixer))
         check(layer_case(lambda: Mixer(6), 4, 6), estimator="exact")
+
+    def test_what_goes_record_by_record_is_refused_in_one_line(self, registered):
+        registered(PerRecordRule(nn.GRU))
+        registered(PerRecordRule(nn.Transformer))
+        model = nn.Sequential(nn.GRU(6, 4, batch_first=True))
+        attach(model)
+        with pytest.raises(UnsupportedModuleError, match=r"module '0': torch\.vmap"):
+            model(torch.randn(3, 4, 6))
+        with pytest.raises(UnsupportedModuleError, match="no rule|without child modules"):
+            attach(nn.Sequential(nn.Transformer(4, 2, 1, 1, 8)))
+
+    @pytest.mark.parametrize("layer", [nn.PReLU, lambda: nn.GroupNorm(2, 4)])
+    def test_torch_layers_record_by_record(self, registered, layer):
+        registered(PerRecordRule(type(layer())))
+        check(layer_case(layer, 4, 4), estimator="exact")
+        model = nn.Sequential(nn.Linear(4, 4), layer())
+        handle = attach(model)
+        assert handle.norms(model(torch.randn(0, 4)).sum(1)).shape == (0,)
 
     def test_a_token_before_each_record(self, registered):
         class Tokens(nn.Module):

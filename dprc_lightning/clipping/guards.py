@@ -1,0 +1,127 @@
+"""What must not happen to an attached model: checked before every norm pass, and whenever a gradient arrives."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from dprc_lightning.clipping.two_pass import matmul_precision
+from dprc_lightning.errors import StepOrderError, UnclippedGradientError, UnsupportedModuleError
+from dprc_lightning.layers import Mode, ParameterTracker, PassState
+from dprc_lightning.layers.tracking import was_traced
+
+
+class ModelGuard:
+    """Raises where a gradient would be released that was not clipped, or something else that is made of records.
+
+    Args:
+        model: The attached model.
+        state: Its pass state.
+    """
+
+    def __init__(self, model: nn.Module, state: PassState) -> None:
+        self._model = model
+        self._state = state
+        self._versions: dict[str, int] = {}
+        self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._watches: dict[str, int] = {}
+
+    def begin_step(self) -> None:
+        """Remember parameters and buffers as they are."""
+        self._versions = self._parameter_versions()
+        self._buffers = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
+
+    def check(self, *, within_step: bool) -> None:
+        """What must not have happened between the step's beginning and this norm pass.
+
+        Args:
+            within_step: Whether steps are begun by the caller; else every norm pass is a step of its own.
+
+        Raises:
+            UnsupportedModuleError: Low precision, a traced forward, an unknown trainable parameter, a changed buffer.
+            UnclippedGradientError: A gradient hook that comes after ours.
+            StepOrderError: The parameters changed.
+        """
+        precision = matmul_precision()
+        if precision != "highest":
+            raise UnsupportedModuleError(
+                f"torch.set_float32_matmul_precision({precision!r}): what it takes off a norm is not accounted; "
+                'set it to "highest"'
+            )
+        if was_traced():
+            raise UnsupportedModuleError(
+                "torch.compile of an attached model: it would bake one of the two passes into its graph; train without "
+                "compilation"
+            )
+        known = {id(tracker.parameter) for tracker in self._state.trackers.values()}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UnsupportedModuleError(
+                    f"parameter {name!r} became trainable after attach() or begin_step(): its gradient would not be "
+                    "clipped; freeze it, or call begin_step() between the change and the forward"
+                )
+        for name, watch in self._watches.items():
+            self._check_hooks(name, self._state.trackers[name].parameter, watch)
+        if within_step:
+            self._check_step()
+
+    def _check_step(self) -> None:
+        if self._versions != self._parameter_versions():
+            raise StepOrderError(
+                "the parameters changed since begin_step(): call begin_step() for every logical step, "
+                "a projection must not serve two"
+            )
+        now = dict(self._model.named_buffers())
+        for name, (buffer, version) in self._buffers.items():
+            if now.get(name) is not buffer or buffer._version != version:
+                raise UnsupportedModuleError(
+                    f"buffer {name!r} was changed by the forward: what it learns of the records is released without "
+                    "noise; use a layer without running statistics"
+                )
+
+    def _parameter_versions(self) -> dict[str, int]:
+        trackers = self._state.trackers
+        return {name: t.parameter._version for name, t in trackers.items() if t.parameter.requires_grad}
+
+    def _check_hooks(self, name: str, parameter: nn.Parameter, watch: int) -> None:
+        """No hook may change the gradient after ours looked at it, or step on it before the noise is in."""
+        hooks = parameter._backward_hooks or {}
+        others = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}) > 1
+        if others or next(reversed(hooks), None) != watch:
+            raise UnclippedGradientError(
+                f"parameter {name!r} has a gradient hook (register_hook, register_post_accumulate_grad_hook: an "
+                "optimizer in the backward, say) that could change or use its gradient before the noise is in it; "
+                "remove it"
+            )
+
+    def watch(self, tracker: ParameterTracker) -> list[Any]:
+        """Refuse every gradient that did not come through `clipped_backward` of a norm pass that saw the parameter.
+
+        Args:
+            tracker: The parameter.
+
+        Returns:
+            Handles of the hooks.
+        """
+
+        def before(gradient: Tensor) -> None:
+            self._state.watch(tracker, gradient)
+
+        def after(parameter: Tensor) -> None:
+            if self._state.mode is Mode.CLIP and tracker.contributions > 0:
+                return
+            # Not left behind for an optimizer step after a caught exception.
+            parameter.grad = None
+            if self._state.mode is Mode.CLIP:
+                raise UnclippedGradientError(
+                    f"parameter {tracker.name!r} got a gradient but the norm pass did not see it: its module ran under "
+                    "reentrant checkpointing (set use_reentrant=False), or the parameter is used outside of its "
+                    "module's forward (call the module, or freeze the parameter)"
+                )
+            raise UnclippedGradientError(
+                f"parameter {tracker.name!r} got a gradient that was not clipped: call handle.clipped_backward(losses, "
+                "...) instead of backward(), or handle.detach() first"
+            )
+
+        watching = tracker.parameter.register_hook(before)
+        self._watches[tracker.name] = watching.id
+        return [watching, tracker.parameter.register_post_accumulate_grad_hook(after)]
