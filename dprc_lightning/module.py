@@ -223,6 +223,7 @@ class DPRCModule(pl.LightningModule):
                 unused=self.privacy.unused,
                 on_nonfinite=self.privacy.on_nonfinite,
                 norm_slack=self.privacy.norm_slack,
+                check_isolation=self.privacy.check_isolation,
                 key=secret.subkey(Domain.PROJECTION),
             )
         try:

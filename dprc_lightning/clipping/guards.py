@@ -22,13 +22,13 @@ class ModelGuard:
         self._model = model
         self._state = state
         self._versions: dict[str, int] = {}
-        self._buffers: dict[str, tuple[Tensor, int]] = {}
         self._watches: dict[str, int] = {}
+        self._kept = self._kept_state()
 
     def begin_step(self) -> None:
         """Remember parameters and buffers as they are."""
         self._versions = self._parameter_versions()
-        self._buffers = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
+        self._kept = self._kept_state()
 
     def check(self, *, within_step: bool) -> None:
         """What must not have happened between the step's beginning and this norm pass.
@@ -61,22 +61,25 @@ class ModelGuard:
                 )
         for name, watch in self._watches.items():
             self._check_hooks(name, self._state.trackers[name].parameter, watch)
-        if within_step:
-            self._check_step()
-
-    def _check_step(self) -> None:
-        if self._versions != self._parameter_versions():
+        if within_step and self._versions != self._parameter_versions():
             raise StepOrderError(
                 "the parameters changed since begin_step(): call begin_step() for every logical step, "
                 "a projection must not serve two"
             )
-        now = dict(self._model.named_buffers())
-        for name, (buffer, version) in self._buffers.items():
-            if now.get(name) is not buffer or buffer._version != version:
+        now = self._kept_state()
+        for name, (tensor, version) in self._kept.items():
+            if name in now and (now[name][0] is not tensor or now[name][1] != version):
                 raise UnsupportedModuleError(
-                    f"buffer {name!r} was changed by the forward: what it learns of the records is released without "
-                    "noise; use a layer without running statistics"
+                    f"buffer or frozen parameter {name!r} was changed by the forward: what it learns of the records is "
+                    "released without noise; use a layer without running statistics"
                 )
+        if not within_step:
+            self._kept = now
+
+    def _kept_state(self) -> dict[str, tuple[Tensor, int]]:
+        """What is released beside the trained parameters."""
+        frozen = ((name, p) for name, p in self._model.named_parameters() if not p.requires_grad)
+        return {name: (tensor, tensor._version) for name, tensor in (*self._model.named_buffers(), *frozen)}
 
     def _parameter_versions(self) -> dict[str, int]:
         trackers = self._state.trackers

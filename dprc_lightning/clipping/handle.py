@@ -18,6 +18,7 @@ from dprc_lightning.clipping.two_pass import (
     Unused,
     check_losses,
     clipped_backward,
+    isolation_pass,
     norm_pass,
 )
 from dprc_lightning.errors import (
@@ -36,6 +37,9 @@ from dprc_lightning.sketch import GaussianProjections, Projections
 Estimator = Literal["auto", "exact", "hutchinson", "hutchpp"]
 Projection = Literal["gaussian", "rademacher"]
 
+ISOLATION_CHECKS = 3
+"""Micro-batches with at least two records that are looked at in any case: a batch may be in order by chance."""
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -44,6 +48,7 @@ class _Settings:
     unused: Unused
     on_nonfinite: OnNonfinite
     norm_slack: float | None
+    check_isolation: bool
 
 
 class ClippingHandle:
@@ -59,6 +64,8 @@ class ClippingHandle:
         self._explicit_steps = False
         self._factors: Tensor | None = None
         self._dropped = 0
+        self._isolation_left = ISOLATION_CHECKS
+        self._isolated: set[int] = set()
         self._guard = ModelGuard(model, self._state)
         self._taken: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         owners = find_owners(model)
@@ -126,9 +133,21 @@ class ClippingHandle:
         self._guard.check(within_step=self._explicit_steps)
         if not self._explicit_steps:
             self._advance(None)
+        self._check_isolation(losses, before=True)
         norms = norm_pass(self._state, losses, self._settings.unused)
+        self._check_isolation(losses, before=False)
         self._taken[losses] = norms
         return norms
+
+    def _check_isolation(self, losses: Tensor, *, before: bool) -> None:
+        """The first micro-batches, and the first one of each size that another dimension of a layer happens to have."""
+        if not self._settings.check_isolation or losses.ndim != 1 or len(losses) < 2:
+            return
+        due = self._isolation_left > 0 if before else self._state.coincidence and len(losses) not in self._isolated
+        if due:
+            isolation_pass(self._state, losses)
+            self._isolation_left -= 1
+            self._isolated.add(len(losses))
 
     def clipped_backward(
         self,
@@ -291,6 +310,7 @@ def attach(
     unused: Unused = "error",
     on_nonfinite: OnNonfinite = "raise",
     norm_slack: float | None = None,
+    check_isolation: bool = True,
     key: bytes | None = None,
     projections: Projections | None = None,
 ) -> ClippingHandle:
@@ -319,6 +339,9 @@ def attach(
             changes nothing else, bit for bit.
         norm_slack: In [0, 1): by how much of itself a norm may be too small; max_grad_norm is lowered by it. Default: 0
             in float32, 2^-8 where layers run in bfloat16.
+        check_isolation: Look in the first micro-batches whether each loss reaches the rows of its own record alone, and
+            again where another dimension happens to equal the number of records; costs two backwards without weight
+            gradients each time.
         key: 32 secret bytes for the projections, shared by all ranks; instead of `seed`.
         projections: A source of P of one's own, instead of `seed` and `key`; for tests.
 
@@ -338,7 +361,9 @@ def attach(
     forget_tracing()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedModuleError("the model has no trainable parameter: set requires_grad=True on what to train")
-    return ClippingHandle(model, projections, _Settings(estimator, sketch_dim, unused, on_nonfinite, norm_slack))
+    return ClippingHandle(
+        model, projections, _Settings(estimator, sketch_dim, unused, on_nonfinite, norm_slack, check_isolation)
+    )
 
 
 def _accumulate_in_float32(parameter: nn.Parameter) -> None:
@@ -359,7 +384,8 @@ def _accumulate_in_float32(parameter: nn.Parameter) -> None:
         parameter.grad_dtype = torch.float32
     elif parameter.grad.dtype is not torch.float32:
         raise UnclippedGradientError(
-            "a bfloat16 parameter holds a gradient in bfloat16 from an earlier step; call zero_grad() after each step"
+            "a bfloat16 parameter holds a gradient in bfloat16 from an earlier step; call zero_grad(set_to_none=True) "
+            "after each step"
         )
 
 

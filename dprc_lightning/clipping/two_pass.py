@@ -9,7 +9,9 @@ pass computes no weight gradient. Source: arXiv 2605.24879, algorithm 1; the two
 2009.03106) and Li et al. (arXiv 2110.05679).
 """
 
-from collections.abc import Callable
+import math
+import secrets
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -17,9 +19,11 @@ from torch import Tensor
 
 from dprc_lightning.errors import (
     InvalidArgumentError,
+    IsolationError,
     LossShapeError,
     NonFiniteRecordError,
     StepOrderError,
+    UnclippedGradientError,
     UnsupportedModuleError,
     UnusedParameterError,
 )
@@ -117,19 +121,10 @@ def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error") -> Ten
         RuntimeError: Whatever else autograd has to say.
     """
     check_losses(losses)
-    if not state.anchors:
-        raise UnsupportedModuleError(_REENTRANT)
     state.start_norms(losses.shape[0])
     try:
-        # Lightning calls this under autocast, which would run the sketches in half precision.
-        with torch.autocast(losses.device.type, enabled=False):
-            torch.autograd.grad(losses.sum(), list(state.anchors.values()), retain_graph=True, allow_unused=True)
-            norms = state.finish_norms()
-    except RuntimeError as error:
-        # torch has no type for it.
-        if "heckpoint" in str(error) and "use_reentrant" in str(error):
-            raise UnsupportedModuleError(_REENTRANT) from error
-        raise
+        _backward_to_anchors(state, losses)
+        norms = state.finish_norms()
     finally:
         state.abort()
     if norms is None:
@@ -143,6 +138,77 @@ def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error") -> Ten
             "checkpointing (set use_reentrant=False), or its weight is used outside of it (call the module)"
         )
     return norms
+
+
+def _backward_to_anchors(state: PassState, losses: Tensor) -> None:
+    if not state.anchors:
+        raise UnsupportedModuleError(_REENTRANT)
+    try:
+        # Lightning calls this under autocast, which would run the sketches in half precision.
+        with torch.autocast(losses.device.type, enabled=False):
+            torch.autograd.grad(losses.sum(), list(state.anchors.values()), retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        # torch has no type for it.
+        if "heckpoint" in str(error) and "use_reentrant" in str(error):
+            raise UnsupportedModuleError(_REENTRANT) from error
+        raise
+
+
+def isolation_pass(state: PassState, losses: Tensor) -> None:
+    """Does each loss reach the rows of its own record alone?
+
+    A backward of a random half of the losses, then one of the other half; no layer may see a gradient in a row of the
+    records that were left out. So a row that is not its record (a position, another record after a sort, one row for
+    all) is found with a probability of one half at least.
+
+    Args:
+        state: The attached model's pass state.
+        losses: [B], at least two.
+
+    Raises:
+        IsolationError: A layer that mixes records.
+        UnclippedGradientError: A parameter that the handle does not know reaches the losses.
+    """
+    check_losses(losses)
+    names: list[str] = []
+    # Of its own generator: what the model draws next must not change.
+    order = torch.randperm(len(losses), generator=torch.Generator().manual_seed(secrets.randbits(60)))
+    halves = order[: len(losses) // 2].to(losses.device), order[len(losses) // 2 :].to(losses.device)
+    for own, others in (halves, halves[::-1]):
+        state.start_isolation(len(losses), others)
+        try:
+            _backward_to_anchors(state, losses[own])
+            names += state.mixing()
+        finally:
+            state.abort()
+    if names:
+        raise IsolationError(
+            f"parameter(s) {', '.join(map(repr, dict.fromkeys(names)))}: a record's loss reaches another record's row "
+            "in their layers, so their norms are not those of the records; the first dimension of each trainable "
+            "layer's input must be the record, in the order of the losses (no normalisation over the batch, no "
+            "sorting, no positions in its place); or freeze them (check_isolation)"
+        )
+    known = {id(tracker.parameter) for tracker in state.trackers.values()}
+    strangers = [p for p in _leaves(losses) if isinstance(p, torch.nn.Parameter) and id(p) not in known]
+    if strangers:
+        raise UnclippedGradientError(
+            f"{len(strangers)} parameter(s) outside of the attached model reach the losses (the first of shape "
+            f"{tuple(strangers[0].shape)}): their gradients would not be clipped; attach the whole model, register its "
+            "modules, or freeze them"
+        )
+
+
+def _leaves(losses: Tensor) -> Iterator[Tensor]:
+    """The leaf tensors whose gradients a backward would accumulate; not those inside of a checkpoint."""
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [parent for parent, _ in node.next_functions]
 
 
 def clipped_backward(
@@ -187,6 +253,8 @@ def clipped_backward(
     check_losses(losses)
     if not MIN_GRAD_NORM <= max_grad_norm < float("inf"):
         raise InvalidArgumentError("max_grad_norm", max_grad_norm, f"expected a finite value >= {MIN_GRAD_NORM}")
+    if not math.isfinite(scale):
+        raise InvalidArgumentError("scale", scale, "expected a finite number")
     for name, value in (("norms", norms), ("weights", weights)):
         if value is not None and value.shape != losses.shape:
             raise LossShapeError(f"{name} of shape {tuple(value.shape)} for losses of shape {tuple(losses.shape)}")

@@ -122,11 +122,10 @@ def batch_size_of(inputs: Any) -> int | None:
         inputs: Positional and keyword arguments, flat.
 
     Returns:
-        The first dimension of the first one: an integer tensor of two dimensions, or a floating one of three or more.
-        Not the largest: a mask [T, T] must not pass for a batch.
+        The first dimension of the first integer tensor of two dimensions, else of the first floating one of three or
+        more. Not the largest: a mask [T, T] must not pass for a batch, nor several images for several records.
     """
-    for value in inputs:
-        if isinstance(value, Tensor) and value.dtype is not torch.bool:
-            if value.ndim >= 3 if value.is_floating_point() else value.ndim == 2:
-                return value.shape[0]
-    return None
+    tensors = [value for value in inputs if isinstance(value, Tensor) and value.dtype is not torch.bool]
+    ids = [value for value in tensors if not value.is_floating_point() and value.ndim == 2]
+    hidden = [value for value in tensors if value.is_floating_point() and value.ndim >= 3]
+    return next((value.shape[0] for value in (*ids, *hidden)), None)

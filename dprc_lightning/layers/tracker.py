@@ -183,8 +183,10 @@ class ParameterTracker:
         total, _ = self._fingerprint(gradient)
         if self._produced_sum is None or self._produced_size is None:
             return torch.ones_like(total, dtype=torch.bool)
-        # Rounding stays below 1e-5. Not "greater than", which NaN never is.
-        return ~((total - self._produced_sum).abs() <= 1e-4 * self._produced_size + 1e-30)
+        # What a single use produced arrives as it is; the sum of several is rounded. Not "greater than", which NaN
+        # never is.
+        share = 1e-6 if self.contributions == 1 else 3e-5
+        return ~((total - self._produced_sum).abs() <= share * self._produced_size + 1e-30)
 
     def _probes(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if (device, dtype) not in self._probe:

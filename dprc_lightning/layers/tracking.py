@@ -54,6 +54,8 @@ class Mode(Enum):
     """Outside of both passes: forwards count uses, backwards are none of ours."""
     NORM = "norm"
     """First backward: layers add norms and compute no weight gradient."""
+    ISOLATE = "isolate"
+    """A backward of some losses alone: layers look whether the other records' rows stay zero, and compute nothing."""
     CLIP = "clip"
     """Second backward: layers compute weight gradients, each record's times its clip factor."""
 
@@ -77,6 +79,9 @@ class PassState:
         """Records, as seen by the inputs of an embedding's parents that are running; the innermost last."""
         self._squared: Tensor | None = None
         self._records = 0
+        self._others = torch.zeros(0, dtype=torch.int64)
+        self.coincidence = False
+        """Whether a layer saw another dimension as large as the number of records."""
         self._scales: Sequence[float] = ()
         self._factors_over_c = torch.zeros(0)
         self._findings: list[tuple[str, Tensor]] = []
@@ -103,12 +108,33 @@ class PassState:
         if self.mode is Mode.IDLE:
             tracker.forward_uses += 1
 
+    def start_isolation(self, records: int, others: Tensor) -> None:
+        """Begin a backward of some records' losses alone.
+
+        Args:
+            records: B.
+            others: The rows of all other records, int64.
+        """
+        self._records, self._others, self._findings = records, others, []
+        self.mode = Mode.ISOLATE
+
+    def mixing(self) -> list[str]:
+        """Names of the parameters whose layers saw a gradient in another record's row in that backward."""
+        return list(dict.fromkeys(name for name, found in self._findings if bool(found)))
+
+    def _look_at_others(self, tracker: ParameterTracker, output_gradient: Tensor) -> None:
+        if output_gradient.ndim and output_gradient.shape[0] == self._records:
+            rows = output_gradient[self._others.to(output_gradient.device)]
+            # Zero times an infinite activation is NaN, in a record that is bad by itself.
+            self._findings.append((tracker.name, ((rows != 0) & rows.isfinite()).any()))
+            self.coincidence |= self._records in output_gradient.shape[1:-1]
+
     def start_norms(self, records: int) -> None:
         """Begin the norm pass of a micro-batch of ``records`` records."""
         for tracker in self.trackers.values():
             tracker.start()
         self._squared, self._records = None, records
-        self.half_precision, self._deterministic = False, True
+        self.half_precision, self._deterministic, self.coincidence = False, True, False
         self.mode = Mode.NORM
 
     @torch.no_grad()  # the kept factors are part of the user's graph; the norms are not
@@ -189,6 +215,9 @@ class PassState:
             The weight gradient, of the parameter's shape and at least float32; None in the norm pass.
         """
         self._refuse_float16(tracker, output_gradient)
+        if self.mode is Mode.ISOLATE:
+            self._look_at_others(tracker, output_gradient)
+            return None
         use = self._factors(tracker, left, right)
         if self.mode is not Mode.IDLE:
             sizes = _norms(use.right, -1)
@@ -199,7 +228,7 @@ class PassState:
             self._accumulate(tracker.add_factors(use, self.projections))
             return None
         total = weighted_sum(use, self._weights(use.right.shape[0]), _wide(tracker.parameter))
-        return tracker.produced(total.view(tracker.parameter.shape))
+        return self._produced(tracker, total.view(tracker.parameter.shape))
 
     def vector(
         self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor, per_position: Tensor
@@ -216,9 +245,12 @@ class PassState:
             The gradient, of the parameter's shape and at least float32; None in the norm pass.
         """
         self._refuse_float16(tracker, output_gradient)
+        if self.mode is Mode.ISOLATE:
+            self._look_at_others(tracker, output_gradient)
+            return None
         dims, wide = tracker.parameter.ndim, _wide(tracker.parameter)
         if self.mode is Mode.IDLE:
-            return tracker.produced(per_position.to(wide).sum_to_size(tracker.parameter.shape))
+            return per_position.to(wide).sum_to_size(tracker.parameter.shape)
         self._check_batch(tracker, per_position, trailing=dims)
         positions = tuple(range(1, per_position.ndim - dims))
         per_record = per_position.sum(positions, dtype=wide) if positions else per_position.to(wide)
@@ -233,7 +265,11 @@ class PassState:
         kept = [i for i, weight in enumerate(weights) if weight != 0.0]
         factors = torch.tensor([weights[i] for i in kept], dtype=wide, device=per_record.device)
         chosen = per_record if len(kept) == len(weights) else per_record[kept]
-        return tracker.produced((factors.view(-1, *[1] * dims) * chosen).sum(0))
+        return self._produced(tracker, (factors.view(-1, *[1] * dims) * chosen).sum(0))
+
+    def _produced(self, tracker: ParameterTracker, gradient: Tensor) -> Tensor:
+        """Not of a backward that is none of ours: it may go on where the clipped one has not begun."""
+        return tracker.produced(gradient) if self.mode is Mode.CLIP else gradient
 
     def watch(self, tracker: ParameterTracker, gradient: Tensor) -> None:
         """Called with what is about to be added to a parameter's gradient.
@@ -277,6 +313,7 @@ class PassState:
             StepOrderError: The clipped backward of a graph that no norm pass has seen, or that was clipped already.
         """
         half = output_gradient.dtype is torch.bfloat16
+        self.coincidence |= self._records in output_gradient.shape[1:-1]
         now = torch.stack([sizes.sum(1), functional])
         if self.mode is Mode.NORM:
             self.half_precision |= half

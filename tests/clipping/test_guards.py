@@ -1,6 +1,7 @@
 """What is refused, and that detach leaves no trace."""
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
@@ -401,8 +402,18 @@ class TestUnclippedGradients:
 
     def test_autograd_grad_stays_free(self):
         model = small()
-        attach(model)
+        handle = attach(model, "exact")
         torch.autograd.grad(losses_of(model).sum(), list(model.parameters()))
+        losses = losses_of(model)
+        norms = handle.norms(losses)
+        torch.autograd.grad(losses.sum(), list(model.parameters()), retain_graph=True)
+        handle.clipped_backward(losses, max_grad_norm=1.0, norms=norms)
+
+    def test_a_scale_that_is_no_number(self):
+        model = small()
+        handle = attach(model)
+        with pytest.raises(InvalidArgumentError, match="scale=nan"):
+            handle.clipped_backward(losses_of(model), max_grad_norm=1.0, scale=float("nan"))
 
 
 class TestChangedModels:
@@ -474,11 +485,22 @@ class TestChangedModels:
                 self.seen = self.seen + x.detach().sum(0)
                 return x
 
-        for kind in (Counts, Replaces):
+        class Teacher(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.seen = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+            def forward(self, x):
+                with torch.no_grad():
+                    self.seen += x.detach().sum(0)
+                return x
+
+        for kind, begin in itertools.product((Counts, Replaces, Teacher), (True, False)):
             model = nn.Sequential(kind(), small())
             handle = attach(model)
-            handle.begin_step()
-            with pytest.raises(UnsupportedModuleError, match=r"buffer '0\.seen'"):
+            if begin:
+                handle.begin_step()
+            with pytest.raises(UnsupportedModuleError, match=r"buffer or frozen parameter '0\.seen'"):
                 handle.norms(losses_of(model))
 
 

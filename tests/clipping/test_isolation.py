@@ -1,4 +1,4 @@
-"""check_isolation finds what makes one record's gradient depend on another one, and nothing else."""
+"""Both ways to find what makes one record's gradient depend on another one: changed records, and rows of the layers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,13 +13,14 @@ from transformers import BatchEncoding
 
 from dprc_lightning import attach
 from dprc_lightning.clipping.isolation import check_isolation
-from dprc_lightning.errors import ConfigurationError, IsolationError
+from dprc_lightning.errors import ConfigurationError, IsolationError, UnclippedGradientError
 
 
 def model_and(batch_losses):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    handle = attach(model, "hutchinson", 3, unused="zero")
+    # What is tested here is the perturbation alone.
+    handle = attach(model, "hutchinson", 3, unused="zero", check_isolation=False)
     handle.begin_step()
     return lambda batch: batch_losses(model, batch), handle
 
@@ -53,7 +54,7 @@ MIXING = {
 
 @pytest.mark.parametrize("losses", MIXING.values(), ids=list(MIXING))
 def test_what_mixes_records_is_found(losses):
-    with pytest.raises(IsolationError, match=r"moved when ANOTHER record"):
+    with pytest.raises(IsolationError, match=r"moved when ANOTHER record|another record's row"):
         check(losses, records())
 
 
@@ -157,3 +158,100 @@ def test_real_architectures_pass(name, half):
             return built.losses(model, batch)
 
     assert check_isolation(losses_of, handle.norms, batch, half_precision=half)
+
+
+class Unbatched(nn.Module):
+    """Rows that are not records: [T] positions from an offset, a sort, one row for all, a loop over records."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(20, 6), nn.Embedding(20, 6), nn.Linear(6, 3)
+        self.way = way
+
+    def forward(self, ids):
+        h = self.words(ids)
+        if self.way == "positions":
+            h = h + self.places(torch.arange(ids.shape[1]) + 2)
+        if self.way == "one row for all":
+            return h.mean(1) @ self.places(torch.arange(4).unsqueeze(0))[0].T
+        if self.way == "sorted":
+            order = ids[:, 0].argsort()
+            return self.head(torch.tanh(h[order].mean(1)))[order.argsort()]
+        if self.way == "loop":
+            return torch.stack([self.head(torch.tanh(row)).mean(0) for row in h])
+        if self.way == "sequence first":
+            return self.head(torch.tanh(h.transpose(0, 1))).mean(0)
+        return self.head(torch.tanh(h)).mean(1)
+
+
+ROWS = {
+    "positions": "places.weight",
+    "one row for all": "places.weight",
+    "sorted": "head",
+    "loop": "head",
+    "sequence first": "head",
+}
+
+
+class TestRows:
+    @pytest.mark.parametrize(("way", "named"), ROWS.items())
+    def test_rows_that_are_not_records(self, way, named):
+        """As many tokens as records, so that nothing else tells."""
+        torch.manual_seed(0)
+        model = Unbatched(way)
+        handle = attach(model, "exact", unused="zero")
+        handle._isolation_left = 20  # each finds it with a probability of one half or more
+        ids = torch.stack([torch.randperm(20)[:4] for _ in range(4)])
+        ids[:, 0] = torch.tensor([9, 7, 5, 3])
+        with pytest.raises(IsolationError, match=rf"'{named}"):
+            for _ in range(20):
+                handle.norms(model(ids).square().sum(1))
+
+    def test_rows_that_are(self):
+        model = Unbatched("none")
+        handle = attach(model, "exact", unused="zero")
+        for records in (4, 1, 4, 3, 2, 5, 4):
+            ids = torch.randint(0, 20, (records, 4))
+            handle.norms(model(ids).square().sum(1))
+        # Three at first, then only where the tokens are as many as the records, once.
+        assert handle._isolated == {4, 3}
+
+    def test_sizes_that_meet_by_chance_are_looked_at(self):
+        model = Unbatched("sequence first")
+        handle = attach(model, "exact", unused="zero", check_isolation=True)
+        handle._isolation_left = 0
+        with pytest.raises(IsolationError):
+            handle.norms(model(torch.randint(0, 20, (4, 4))).square().sum(1))
+
+    def test_turned_off(self):
+        model = Unbatched("sequence first")
+        attach(model, "exact", unused="zero", check_isolation=False).norms(
+            model(torch.randint(0, 20, (4, 4))).square().sum(1)
+        )
+
+    @pytest.mark.parametrize("way", ["a part was attached", "a list hides it"])
+    def test_parameters_that_the_handle_does_not_know(self, way):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        whole = model
+        if way == "a list hides it":
+            hidden = [model[0]]
+            whole = lambda x: model[1](hidden[0](x))  # noqa: E731
+        handle = attach(model[1], "exact")
+        with pytest.raises(UnclippedGradientError, match=r"2 parameter\(s\) outside of the attached model"):
+            handle.norms(whole(torch.randn(3, 4)).square().sum(1))
+
+    def test_a_bad_record_is_another_matter(self):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        handle = attach(model, "exact", on_nonfinite="drop")
+        x = torch.randn(4, 4)
+        x[0], x[2] = float("inf"), float("nan")
+        handle.clipped_backward(model(x).square().sum(1), max_grad_norm=1.0)
+        assert handle.dropped == 2
+
+    @pytest.mark.parametrize("name", CAUSAL + ENCODERS)
+    def test_as_many_tokens_as_records(self, name):
+        built = case(name, "eager")
+        model, batch = make(built)
+        batch = {key: value[:, :5] if value.ndim == 2 else value for key, value in batch.items()}
+        attach(model, "exact", unused="zero").norms(built.losses(model, batch))
