@@ -7,7 +7,9 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from dprc_lightning.config import PerformanceConfig
+from dprc_lightning.dropout import secret_dropout
 from dprc_lightning.errors import ConfigurationError, DatasetError
+from dprc_lightning.keys import Domain, RunSecret
 from dprc_lightning.run import PrivateRun
 from dprc_lightning.sampling import PoissonBatchSampler, split_batch
 
@@ -49,12 +51,19 @@ class LogicalBatches(Dataset[LogicalBatch]):
         collate: A list of records -> what `per_sample_loss` takes.
         sampler: Which records belong to which number.
         performance: How to cut.
+        secret: Its augmentation stream is under the data set's random draws, for each sequence number anew.
     """
 
     def __init__(
-        self, dataset: SizedDataset, collate: Collate, sampler: PoissonBatchSampler, performance: PerformanceConfig
+        self,
+        dataset: SizedDataset,
+        collate: Collate,
+        sampler: PoissonBatchSampler,
+        performance: PerformanceConfig,
+        secret: RunSecret,
     ) -> None:
         self._dataset = dataset
+        self._secret = secret
         self._collate = collate
         self._sampler = sampler
         self._performance = performance
@@ -69,7 +78,8 @@ class LogicalBatches(Dataset[LogicalBatch]):
             max_tokens=max_tokens,
             lengths=lengths,
         )
-        collated = [self._collate([self._dataset[i] for i in part.tolist()]) for part in parts]
+        with secret_dropout(self._secret.subkey(Domain.AUGMENTATION, sequence)):
+            collated = [self._collate([self._dataset[i] for i in part.tolist()]) for part in parts]
         return LogicalBatch(sequence, collated, [len(part) for part in parts])
 
 
@@ -177,7 +187,7 @@ class DPRCDataModule(pl.LightningDataModule):
                 "DPRCDataModule: its train loader works with a DPRCModule under trainer.fit only"
             ])
         performance: PerformanceConfig = module.performance
-        batches = LogicalBatches(self.train_dataset(), self.collate_fn, run.sampler(), performance)
+        batches = LogicalBatches(self.train_dataset(), self.collate_fn, run.sampler(), performance, run.secret)
         workers = performance.num_workers
         return DataLoader(
             batches,

@@ -15,6 +15,7 @@ What may be published, and when:
 run secret            never
 sampling key          never: who knows which records were drawn has no amplification by sampling left to face
 dropout key           never: known masks by batch position let one record change the others' gradients
+augmentation key      never: likewise
 fingerprint key       never: a fingerprint whose key is known confirms a suspected record
 noise state           never, and it is nowhere on disk
 projection, one step  only after that step's noised sum is fixed
@@ -58,6 +59,7 @@ class Domain(enum.Enum):
     SAMPLING = "sampling"
     PROJECTION = "projection"
     DROPOUT = "dropout"
+    AUGMENTATION = "augmentation"
     DATA_FINGERPRINT = "data-fingerprint"
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 
 import lightning.pytorch as pl
 import numpy as np
@@ -163,6 +164,39 @@ def test_dropout_masks_come_from_a_secret_stream(tmp_path):
     # check_isolation draws as the step itself does, and uses nothing up.
     assert len(masks) == 8 and all(torch.equal(masks[0], mask) for mask in masks[1:4])
     assert not torch.equal(masks[0], masks[4])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_the_data_set_draws_comes_from_a_secret_stream(tmp_path, workers):
+    class Augmented(ToyData):
+        def train_dataset(self):
+            data = super().train_dataset()
+
+            class Noisy:
+                def __len__(self):
+                    return len(data)
+
+                def __getitem__(self, index):
+                    x, y = data[index]
+                    return x + torch.tensor([np.random.rand(), random.random(), torch.rand(()).item()]).float(), y
+
+            return Noisy()
+
+    seen = []
+
+    class Looks(ToyModule):
+        def per_sample_loss(self, batch):
+            seen.append(batch[0].clone())
+            return super().per_sample_loss(batch)
+
+    performance = PerformanceConfig(physical_batch_size=40, num_workers=workers)
+    settings = privacy(sample_rate=1.0, steps=2, check_isolation=False)
+    for name in ("a", "b"):
+        pl.seed_everything(7, verbose=False)
+        trainer(tmp_path / name, ZeroNoise()).fit(Looks(settings, performance), datamodule=Augmented())
+    assert len(seen) == 4
+    for i in range(3):
+        assert not (seen[i] == seen[3]).any(), "a step's draws must not repeat, whatever the seed"
 
 
 def test_schedulers_step_once_per_logical_step(tmp_path):

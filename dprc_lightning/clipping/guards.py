@@ -59,8 +59,7 @@ class ModelGuard:
                     f"parameter {name!r} became trainable after attach() or begin_step(): its gradient would not be "
                     "clipped; freeze it, or call begin_step() between the change and the forward"
                 )
-        for name, watch in self._watches.items():
-            self._check_hooks(name, self._state.trackers[name].parameter, watch)
+        self.check_hooks()
         if within_step and self._versions != self._parameter_versions():
             raise StepOrderError(
                 "the parameters changed since begin_step(): call begin_step() for every logical step, "
@@ -85,16 +84,22 @@ class ModelGuard:
         trackers = self._state.trackers
         return {name: t.parameter._version for name, t in trackers.items() if t.parameter.requires_grad}
 
-    def _check_hooks(self, name: str, parameter: nn.Parameter, watch: int) -> None:
-        """No hook may change the gradient after ours looked at it, or step on it before the noise is in."""
-        hooks = parameter._backward_hooks or {}
-        others = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}) > 1
-        if others or next(reversed(hooks), None) != watch:
-            raise UnclippedGradientError(
-                f"parameter {name!r} has a gradient hook (register_hook, register_post_accumulate_grad_hook: an "
-                "optimizer in the backward, say) that could change or use its gradient before the noise is in it; "
-                "remove it"
-            )
+    def check_hooks(self) -> None:
+        """No hook may change a gradient after ours looked at it, or step on it before the noise is in.
+
+        Raises:
+            UnclippedGradientError: There is one.
+        """
+        for name, watch in self._watches.items():
+            parameter = self._state.trackers[name].parameter
+            hooks = parameter._backward_hooks or {}
+            others = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}) > 1
+            if others or next(reversed(hooks), None) != watch:
+                raise UnclippedGradientError(
+                    f"parameter {name!r} has a gradient hook (register_hook, register_post_accumulate_grad_hook: an "
+                    "optimizer in the backward, say) that could change or use its gradient before the noise is in it; "
+                    "remove it"
+                )
 
     def watch(self, tracker: ParameterTracker) -> list[Any]:
         """Refuse every gradient that did not come through `clipped_backward` of a norm pass that saw the parameter.

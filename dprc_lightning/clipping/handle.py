@@ -174,6 +174,7 @@ class ClippingHandle:
         """
         self._check_attached()
         check_losses(losses)
+        self._guard.check_hooks()
         norms = self._norms_of(losses, norms)
         self._taken.pop(losses, None)
         for parameter in self.parameters:

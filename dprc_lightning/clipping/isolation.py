@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dprc_lightning.dropout import preserved_randomness
 from dprc_lightning.errors import ConfigurationError, IsolationError
 
 TOLERANCE = 1e-4
@@ -46,10 +47,9 @@ def check_isolation(
         IsolationError: A record's loss or norm moved.
         ConfigurationError: The batch shows no tensor whose first dimension is the record.
     """
-    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
 
     def run(data: Any, records: int | None) -> dict[str, Tensor]:
-        with torch.random.fork_rng(devices=devices):
+        with preserved_randomness(device):
             losses = losses_of(data)
             if records is not None and len(losses) != records:
                 raise IsolationError(

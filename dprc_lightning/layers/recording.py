@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dprc_lightning.errors import UnsupportedModuleError
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import PassState, active
+from dprc_lightning.layers.tracking import PassState, active, instrumentation
 
 Gradient = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
@@ -105,8 +106,16 @@ def per_record_parameter(module: nn.Module, name: str, records: int, *, new_axis
 
     Returns:
         An expanded view. Its gradient takes B times the parameter's memory.
+
+    Raises:
+        UnsupportedModuleError: The first axis is not 1 where it must be.
     """
     parameter: Tensor = module._parameters[name]  # type: ignore[assignment]
+    if not new_axis and parameter.shape[:1] != (1,):
+        raise UnsupportedModuleError(
+            f"module {instrumentation(module).name!r}, parameter {name!r}: it has shape {tuple(parameter.shape)}, and "
+            "its first axis must be 1 to be broadcast over the records"
+        )
     shape = (records, *(parameter.shape if new_axis else parameter.shape[1:]))
     found = active(module, name)
     if found is None:
