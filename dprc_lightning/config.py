@@ -24,7 +24,7 @@ class PrivacyConfig:
         steps: Number of logical steps. Give this OR epochs.
         epochs: Expected number of times a record is used; steps = ceil(epochs / q).
         max_grad_norm: C, the clipping threshold.
-        estimator: How per-record norms are had: hutchinson, exact, or auto (small matrices exactly).
+        estimator: How per-record norms are had: hutchinson, exact, or auto (small matrices, such as LoRA's, exactly).
         sketch_dim: k, columns of the projection. More cost more memory and time and need less noise.
         projection: Distribution of the projection's entries.
         bound: Which law of the randomized clipping is accounted: best, convex or envelope.
@@ -50,7 +50,7 @@ class PrivacyConfig:
     steps: int | None = None
     epochs: float | None = None
     max_grad_norm: float = 1.0
-    estimator: Literal["auto", "exact", "hutchinson"] = "hutchinson"
+    estimator: Literal["auto", "exact", "hutchinson"] = "auto"
     sketch_dim: int = 32
     projection: Literal["gaussian"] = "gaussian"
     bound: Literal["best", "convex", "envelope"] = "best"

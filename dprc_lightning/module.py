@@ -56,6 +56,8 @@ class DPRCModule(pl.LightningModule):
         self.private_run: PrivateRun | None = None
         self.clock = StepClock()
         self._isolation_checked = False
+        self.dropped_records = 0
+        """Records of this run whose norm was not finite; private data."""
         self._resumed_from: dict[str, Any] | None = None
 
     def per_sample_loss(self, batch: Any) -> Tensor:
@@ -90,6 +92,7 @@ class DPRCModule(pl.LightningModule):
                     losses = self._losses(micro_batch, batch.counts[index])
                     norms = self._norms(losses, strategy)
                     self._clipped_backward(losses, norms)
+                self.dropped_records += self.handle.dropped if self.handle else 0
                 statistics.add(losses, norms, self.handle.clip_factors if self.handle else None)
         self._noisy_update()
         self._log(statistics)
@@ -206,6 +209,7 @@ class DPRCModule(pl.LightningModule):
         num_records = self._check()
         self.clock = StepClock()
         self._isolation_checked = not self.privacy.check_isolation
+        self.dropped_records = 0
         # A refused second fit must not rewrite the report of the first.
         self.private_run = None
         private = not self.privacy.baseline_without_privacy

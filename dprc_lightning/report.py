@@ -113,6 +113,17 @@ def _guarantee(report: Mapping[str, Any]) -> list[str]:
         f"* sample rate {mechanism['sample_rate']:.5f}: {mechanism['expected_batch_size']:g} of "
         f"{mechanism['num_records']} records expected in a batch",
     ]
+    if mechanism.get("norm_slack"):
+        lines.append(
+            f"* precision {report['precision']}: the clipping threshold is lowered by {mechanism['norm_slack']:.2%} of "
+            "itself (norm_slack), the noise is not"
+        )
+    if report.get("on_nonfinite") == "drop":
+        count = report["dropped_records"]
+        lines.append(
+            "* records whose gradient is not finite are dropped"
+            + ("" if count is None else f": {count} times (counted from private data)")
+        )
     if report["status"] != "finished":
         lines.append(f"* the run ended early: {report['status']}")
     return lines
@@ -163,10 +174,11 @@ def _grouped(names: Sequence[str]) -> list[str]:
         parts = name.split(".")
         key = tuple("*" if p.isdigit() else p for p in parts)
         groups.setdefault(key, []).append(next((p for p in parts if p.isdigit()), ""))
-    return [
-        ".".join(key).replace("*", "{" + ",".join(numbers) + "}") if "*" in key else ".".join(key)
-        for key, numbers in groups.items()
-    ]
+    shown = []
+    for key, numbers in groups.items():
+        which = "{" + ",".join(numbers) + "}" if len(numbers) > 1 else numbers[0]
+        shown.append(".".join(key).replace("*", which))
+    return shown
 
 
 def _cost(report: Mapping[str, Any]) -> list[str]:

@@ -162,8 +162,8 @@ def test_dropout_masks_come_from_a_secret_stream(tmp_path):
             Dropped(privacy(sample_rate=1.0, steps=1), PerformanceConfig(physical_batch_size=40)), datamodule=ToyData()
         )
     # check_isolation draws as the step itself does, and uses nothing up.
-    assert len(masks) == 8 and all(torch.equal(masks[0], mask) for mask in masks[1:4])
-    assert not torch.equal(masks[0], masks[4])
+    assert len(masks) == 10 and all(torch.equal(masks[0], mask) for mask in masks[1:5])
+    assert not torch.equal(masks[0], masks[5])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -15,6 +15,7 @@ from dprc_lightning.errors import (
     IsolationError,
     LossShapeError,
     NonFiniteRecordError,
+    StepOrderError,
     UnusedParameterError,
 )
 from dprc_lightning.report import read_report
@@ -78,6 +79,10 @@ class TestNonFinite:
         run.fit(module, datamodule=data)
         assert run.callback_metrics["clip/dropped"] == float(bad.sum())
         assert torch.isfinite(run.callback_metrics["train/loss"])
+        report = read_report(tmp_path / "a")
+        assert report["dropped_records"] == int(bad.sum()) and report["on_nonfinite"] == "drop"
+        trainer(tmp_path / "noised").fit(Broken(settings), datamodule=data)
+        assert f"are dropped: {int(bad.sum())} times" in (tmp_path / "noised" / "report.md").read_text()
         # The same as if those records had a loss of zero.
         reference = ToyModule(settings)
         reference.per_sample_loss = lambda batch: (
@@ -207,7 +212,9 @@ class TestFreezing:
         trainer(tmp_path, callbacks=[Thaw()]).fit(module, datamodule=ToyData())
         top = {"2.weight", "2.bias"}
         assert module.changed == [top, top, top | {"0.weight", "0.bias"}, top | {"0.weight", "0.bias"}]
-        assert read_report(tmp_path)["epsilon"]["upper"] > 0
+        report = read_report(tmp_path)
+        assert report["epsilon"]["upper"] > 0
+        assert {row["parameter"] for row in report["parameters"]} == {f"net.{n}" for n in module.changed[-1]}
 
     def test_a_layer_that_freezes_keeps_still(self, tmp_path):
         class Freeze(pl.Callback):
@@ -234,6 +241,15 @@ class TestFreezing:
         trainer(tmp_path, callbacks=[Freeze()]).fit(module, datamodule=ToyData())
         moved = [float((p - start[n]).norm()) for n, p in module.net.state_dict().items()]
         assert min(moved) > 1e3, moved
+
+
+def test_a_training_step_of_ones_own(tmp_path):
+    class Own(ToyModule):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(StepOrderError, match=r"Own\.training_step made no private step"):
+        trainer(tmp_path).fit(Own(privacy()), datamodule=ToyData())
 
 
 def test_settings_are_checked_together(tmp_path):

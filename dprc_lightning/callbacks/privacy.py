@@ -17,6 +17,7 @@ from dprc_lightning.accounting import Accountant, StepEvent, epsilon_schedule
 from dprc_lightning.clipping import PlanRow
 from dprc_lightning.clipping.plan_table import format_plan
 from dprc_lightning.datamodule import DPRCDataModule
+from dprc_lightning.errors import StepOrderError
 from dprc_lightning.report import ASSUMPTIONS, FORMAT_VERSION, JSON_NAME, read_report, versions, write_report
 from dprc_lightning.run import step_event
 
@@ -39,6 +40,7 @@ class PrivacyReport(pl.Callback):
         self._epsilons: list[float] = []
         self._report: dict[str, Any] | None = None
         self._plan: list[dict[str, Any]] = []
+        self._steps_seen = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the mechanism and the plan.
@@ -51,18 +53,9 @@ class PrivacyReport(pl.Callback):
         run = module.private_run
         assert run is not None, "the strategy prepares the run before fit starts"
         self._report = None
+        self._steps_seen = run.ledger.steps if run.ledger else 0
         rows = module.handle.plan() if module.handle else []
-        self._plan = [
-            {
-                "parameter": row.parameter,
-                "shape": list(row.shape),
-                "numel": math.prod(row.shape),
-                "estimator": row.estimator,
-                "side": row.side,
-                "modules": list(row.modules),
-            }
-            for row in rows
-        ]
+        self._plan = _plan_facts(rows)
         if run.resolved.private:
             steps = run.resolved.steps
             self._milestones = sorted({math.ceil(steps * i / _MILESTONES) for i in range(1, _MILESTONES + 1)})
@@ -80,12 +73,32 @@ class PrivacyReport(pl.Callback):
             outputs: Unused.
             batch: Unused.
             batch_idx: Unused.
+
+        Raises:
+            StepOrderError: An overridden training step made no step.
         """
         run = _dprc(pl_module).private_run
         if run is not None and run.ledger is not None:
+            if run.ledger.steps == self._steps_seen:
+                raise StepOrderError(
+                    f"{type(pl_module).__name__}.training_step made no private step: it belongs to the library; write "
+                    "per_sample_loss, and call super().training_step(batch, batch_idx) where you override it"
+                )
+            self._steps_seen = run.ledger.steps
             index = min(bisect_left(self._milestones, run.ledger.steps), len(self._milestones) - 1)
             # batch_size is a constant: the realised one is private.
             pl_module.log("privacy/epsilon", self._epsilons[index], prog_bar=True, on_step=True, batch_size=1)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the plan once more: layers may have joined, and at the end of fit the handle is gone.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+        """
+        handle = _dprc(pl_module).handle
+        if handle is not None:
+            self._plan = _plan_facts(handle.plan())
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the report.
@@ -146,6 +159,20 @@ class PrivacyReport(pl.Callback):
             write_report(folder, report)
 
 
+def _plan_facts(rows: list[PlanRow]) -> list[dict[str, Any]]:
+    return [
+        {
+            "parameter": row.parameter,
+            "shape": list(row.shape),
+            "numel": math.prod(row.shape),
+            "estimator": row.estimator,
+            "side": row.side,
+            "modules": list(row.modules),
+        }
+        for row in rows
+    ]
+
+
 def _dprc(module: pl.LightningModule) -> "DPRCModule":
     # The callback comes from DPRCModule.configure_callbacks.
     return cast("DPRCModule", module)
@@ -194,6 +221,9 @@ def _build(trainer: pl.Trainer, module: "DPRCModule", plan: list[dict[str, Any]]
         "neighboring_relation": "add or remove one record",
         "sampling": "Poisson",
         "steps": run.ledger.steps if run.ledger else len(steps),
+        "on_nonfinite": module.privacy.on_nonfinite,
+        "dropped_records": module.dropped_records if module.privacy.log_unprotected else None,
+        "precision": str(trainer.precision),
         "parameters": plan,
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         "metrics": _metrics(trainer),

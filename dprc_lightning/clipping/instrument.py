@@ -13,33 +13,36 @@ from dprc_lightning.sketch import cheaper_side
 Owners = dict[str, tuple[nn.Module, LayerRule]]
 
 
-def model_problems(model: nn.Module) -> list[str]:
+def model_problems(model: nn.Module) -> dict[str, str]:
     """What no rule for a parameter could mend.
 
     Args:
         model: The whole model.
 
     Returns:
-        One line for each module that is compiled, mixes records, keeps statistics of them, or checkpoints activations
-        in a way in which no norm pass can run, or only one of another gradient.
+        Module name -> one line for each module that is compiled, mixes records, keeps statistics of them, or
+        checkpoints activations in a way in which no norm pass can run, or only one of another gradient.
     """
-    problems = []
+    problems: dict[str, str] = {}
     for name, module in model.named_modules():
         where = f"module {name or type(model).__name__!r} ({type(module).__name__})"
         # By name: importing the class would import the whole compiler.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            problems.append(
+            problems[name] = (
                 f"{where}: torch.compile would bake one of the two passes into its graph; train without compilation"
             )
         norm = isinstance(module, nn.modules.batchnorm._NormBase)
         if norm and (isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats):
             # Frozen too: it mixes the records of a batch, or releases running statistics without noise.
-            problems.append(
+            problems[name] = (
                 f"{where}: it normalises over the records of a batch, or keeps running statistics of them; replace it "
                 "by a GroupNorm, LayerNorm or RMSNorm"
             )
-        problems += [f"{where}: {problem}" for problem in _checkpointing_problems(module)]
-    return list(dict.fromkeys(problems))
+        for problem in _checkpointing_problems(module):
+            # Every part of a Hugging Face model says so again.
+            if not any(problem in known for known in problems.values()):
+                problems[name] = f"{where}: {problem}"
+    return problems
 
 
 def _checkpointing_problems(module: nn.Module) -> Iterator[str]:
@@ -82,10 +85,11 @@ def find_owners(model: nn.Module, known: Mapping[int, Any] | None = None) -> Own
         UnsupportedModuleError: All that cannot be handled, or a module that is attached already.
     """
     owners: Owners = {}
-    problems = model_problems(model)
+    refused = model_problems(model)
+    problems = list(refused.values())
     for name, module in model.named_modules():
         names = [n for n in trainable(module) if not known or id(module._parameters[n]) not in known]
-        if not names:
+        if not names or name in refused:
             continue
         label = name or type(model).__name__
         if ATTRIBUTE in module.__dict__ and known is None:
@@ -95,16 +99,16 @@ def find_owners(model: nn.Module, known: Mapping[int, Any] | None = None) -> Own
         where = f"module {label!r} ({(original or type(module)).__name__})"
         freeze = "freeze it (requires_grad=False), or replace the module by a supported one"
         if rule is None:
-            problems += [
-                f"{where}, parameter {n!r}: no rule for per-record norms of this module; {freeze}, or register_rule one"
-                for n in names
-            ]
+            listed = f"parameter{'s' * (len(names) > 1)} {', '.join(map(repr, names))}"
+            problems.append(
+                f"{where}, {listed}: no rule for per-record norms of this module; {freeze}, or register_rule one"
+            )
             continue
         reason = None if original else rule.refuse(module)
         if reason is not None:
             problems.append(f"{where}, parameter {names[0]!r}: {reason}")
         problems += [
-            f"{where}, parameter {n!r}: not a parameter of the layer's own forward; {freeze}"
+            f"{where}, parameter {n!r}: {type(rule).__name__} does not cover it, only {', '.join(rule.kinds)}; {freeze}"
             for n in names
             if n not in rule.kinds
         ]

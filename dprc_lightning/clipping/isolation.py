@@ -26,8 +26,8 @@ def check_isolation(
 ) -> bool:
     """Change records of a micro-batch; no other record's loss or norm may move.
 
-    Twice: the last record becomes a copy of another one, and all others are watched; then all but the first become
-    copies of it, and the first is watched.
+    Three times: the last record becomes a copy of another one, and all others are watched; all but the first become
+    copies of it, and the first is watched; the last record is taken away, and all others are watched.
 
     Guarantee: none by itself. The accounting requires that one record's clipped gradient depends on that record alone.
     This finds what breaks it in the batch at hand: normalisation over the batch, a balancing loss, negatives from the
@@ -66,15 +66,15 @@ def check_isolation(
     tried = False
     for change in _changes(batch, records):
         tried = True
-        after = run(change.batch, records)
+        after = run(change.batch, records - change.taken_away)
         for name in before:
             moved = int(_apart(before[name][change.watched], after[name][change.watched], tolerance).sum())
             if moved:
                 raise IsolationError(
                     f"the {name} of {moved} of {len(before[name][change.watched])} records moved when ANOTHER record "
                     "of the micro-batch was changed, so clipping would not bound what one record does: use no "
-                    "normalisation over the batch, batch-wide loss term or negatives from the batch, reduce per "
-                    "record, and give positions the shape [1, T] (found by check_isolation)"
+                    "normalisation over the batch, division by its size, batch-wide loss term or negatives from "
+                    "the batch, reduce per record, and give positions the shape [1, T] (found by check_isolation)"
                 )
     return tried
 
@@ -83,6 +83,7 @@ def check_isolation(
 class _Change:
     batch: Any
     watched: slice
+    taken_away: int = 0
 
 
 def _changes(batch: Any, records: int) -> Iterator[_Change]:
@@ -92,6 +93,7 @@ def _changes(batch: Any, records: int) -> Iterator[_Change]:
         if differs:
             yield _Change(changed, slice(0, records - 1))
             yield _Change(_replaced(batch, records, 0, list(range(1, records)))[0], slice(0, 1))
+            yield _Change(_without_last(batch, records), slice(0, records - 1), taken_away=1)
             return
 
 
@@ -115,29 +117,38 @@ def _replaced(batch: Any, records: int, source: int, targets: list[int]) -> tupl
 
 
 def _replace(value: Any, records: int, source: int, targets: list[int], found: list[bool]) -> tuple[Any, bool]:
-    def inner(part: Any) -> tuple[Any, bool]:
-        return _replace(part, records, source, targets, found)
+    differs = []
+
+    def replace(tensor: Tensor) -> Tensor:
+        found.append(True)
+        copy = tensor.clone()
+        copy[targets] = tensor[source]
+        differs.append(not torch.equal(copy, tensor))
+        return copy
+
+    return _map_records(value, records, replace), any(differs)
+
+
+def _without_last(value: Any, records: int) -> Any:
+    return _map_records(value, records, lambda tensor: tensor[:-1])
+
+
+def _map_records(value: Any, records: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a batch with every tensor of ``records`` rows changed."""
+
+    def inner(part: Any) -> Any:
+        return _map_records(part, records, change)
 
     if isinstance(value, Tensor):
-        if value.ndim == 0 or value.shape[0] != records:
-            return value, False
-        found.append(True)
-        copy = value.clone()
-        copy[targets] = value[source]
-        return copy, not torch.equal(copy, value)
+        return change(value) if value.ndim and value.shape[0] == records else value
     if isinstance(value, Mapping):
-        parts = {key: inner(part) for key, part in value.items()}
-        made: Any = {key: part for key, (part, _) in parts.items()}
+        made = {key: inner(part) for key, part in value.items()}
         # A subclass such as Hugging Face's BatchEncoding is made from a dict.
-        made = made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
-        return made, any(differs for _, differs in parts.values())
+        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: inner(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        made = dataclasses.replace(value, **{name: part for name, (part, _) in parts.items()})
-        return made, any(differs for _, differs in parts.values())
+        fields = {field.name: inner(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
     if isinstance(value, tuple | list):
-        items = [inner(part) for part in value]
-        contents = [part for part, _ in items]
-        made = type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
-        return made, any(differs for _, differs in items)
-    return value, False
+        contents = [inner(part) for part in value]
+        return type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
+    return value

@@ -185,8 +185,8 @@ def isolation_pass(state: PassState, losses: Tensor) -> None:
         raise IsolationError(
             f"parameter(s) {', '.join(map(repr, dict.fromkeys(names)))}: a record's loss reaches another record's row "
             "in their layers, so their norms are not those of the records; the first dimension of each trainable "
-            "layer's input must be the record, in the order of the losses (no normalisation over the batch, no "
-            "sorting, no positions in its place); or freeze them (check_isolation)"
+            "layer's input must be the record, in the order of the losses, and each loss must be its own record's (no "
+            "mean or normalisation over the batch, no sorting, positions as [1, T]) (found by check_isolation)"
         )
     known = {id(tracker.parameter) for tracker in state.trackers.values()}
     strangers = [p for p in _leaves(losses) if isinstance(p, torch.nn.Parameter) and id(p) not in known]

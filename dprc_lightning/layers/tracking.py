@@ -352,14 +352,22 @@ class PassState:
             self._check_batch(tracker, right, trailing=1)
             # Not -1: a micro-batch may be empty.
             records, rows = self._records, right.shape[1:-1].numel()
+            of_left = left.shape if left.is_floating_point() else (*left.shape, n0)
+            if right.shape[-1] != n1 or of_left[-1] != n0 or of_left[:-1] != right.shape[:-1]:
+                raise UnsupportedModuleError(
+                    f"parameter {tracker.name!r} of shape {tuple(tracker.parameter.shape)}: its module's rule gave "
+                    f"factors of shapes {tuple(left.shape)} and {tuple(right.shape)}; expected left [B, ..., {n0}] and "
+                    f"right [B, ..., {n1}]"
+                )
         left = left.reshape(records, rows, *left.shape[-1:] if left.is_floating_point() else ())
         return Factors(left, right.reshape(records, rows, n1), (n0, n1))
 
     def _check_batch(self, tracker: ParameterTracker, value: Tensor, trailing: int) -> None:
         if value.ndim <= trailing or value.shape[0] != self._records:
             raise LossShapeError(
-                f"module {tracker.modules[0]!r}: its output has shape {tuple(value.shape)} but there are "
-                f"{self._records} losses; the first dimension of every trainable layer's input must be the record"
+                f"module {tracker.modules[0]!r}: its input or output has shape {tuple(value.shape)} but there are "
+                f"{self._records} losses; give one loss per record (sum over its own tokens), and let the first "
+                "dimension of every trainable layer's input be the record"
             )
 
     def _accumulate(self, squared: Tensor | None) -> None:

@@ -48,6 +48,7 @@ MIXING = {
     ),
     "weighted by the batch": lambda m, b: per_record(m, b) / b["y"].float().mean().detach(),
     "the next record's": lambda m, b: per_record(m, b).roll(1),
+    "divided by the batch's size": lambda m, b: per_record(m, b) / len(b["y"]),
     "the batch's largest": lambda m, b: per_record(m, b) / b["x"].abs().max(),
 }
 

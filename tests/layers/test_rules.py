@@ -411,6 +411,17 @@ class TestOwnRules:
         with pytest.raises(UnsupportedModuleError, match="'0'.*returns a tuple"):
             model(torch.randn(2, 3))
 
+    def test_factors_of_other_shapes(self, registered):
+        class Swapped(LowRankRule):
+            def gradient(self, module, name, output_gradient, x):
+                return super().gradient(module, name, output_gradient, x)[::-1]
+
+        registered(Swapped())
+        model = nn.Sequential(LowRank(6))
+        handle = attach(model, "exact", check_isolation=False)
+        with pytest.raises(UnsupportedModuleError, match=r"'0\.[uv]' of shape .*expected left \[B, \.\.\., [26]\]"):
+            handle.norms(model(torch.randn(3, 4, 6)).square().sum((1, 2)))
+
     def test_only_rules(self):
         with pytest.raises(InvalidArgumentError, match="rule="):
             register_rule(ScaleRule)
