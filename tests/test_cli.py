@@ -140,7 +140,9 @@ class TestLightningCommands:
     def test_ctrl_c_in_the_middle(self, config, tmp_path):
         """The report and the ledger tell what was done; nothing but the step under way is lost."""
         run = tmp_path / "runs" / "toy"
-        program = "import sys, toy, time; from dprc_lightning.cli import main\n"
+        program = "import signal, sys, toy, time; from dprc_lightning.cli import main\n"
+        # A shell gives its background jobs an ignored SIGINT, and what runs the tests may be one.
+        program += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         program += "step = toy.ToyModule.training_step\n"
         program += "def slow(self, batch, i): step(self, batch, i); print('stepped', flush=True); time.sleep(0.5)\n"
         program += "toy.ToyModule.training_step = slow; sys.exit(main())"
