@@ -193,7 +193,7 @@ def add_gaussian_noise(
         _refuse_unsupported(parameter if parameter.grad is None else parameter.grad)
     for parameter in chosen:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
         if std > 0:
             # Under no_grad to_local() returns the shard itself, not a copy.
             grad = parameter.grad

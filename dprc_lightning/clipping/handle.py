@@ -223,7 +223,7 @@ class ClippingHandle:
             carried: Instrumentation = module.__dict__.pop(ATTRIBUTE)
             module.__class__ = carried.original_class
         for tracker in self._state.trackers.values():
-            if tracker.parameter.grad is None:
+            if tracker.parameter.dtype is torch.bfloat16 and tracker.parameter.grad is None:
                 tracker.parameter.grad_dtype = tracker.parameter.dtype
         self._hooks, self._swapped = [], []
 
@@ -378,9 +378,15 @@ def _accumulate_in_float32(parameter: nn.Parameter) -> None:
 
     Raises:
         UnclippedGradientError: It holds a gradient in half precision.
+        UnsupportedModuleError: This torch cannot.
     """
     if parameter.dtype is not torch.bfloat16:
         return
+    if not hasattr(parameter, "grad_dtype"):
+        raise UnsupportedModuleError(
+            f"bfloat16 parameters need a torch whose gradients may have another dtype; {torch.__version__} has none "
+            "(Tensor.grad_dtype); update torch, or keep float32 parameters and use bf16-mixed"
+        )
     if parameter.grad is None:
         parameter.grad_dtype = torch.float32
     elif parameter.grad.dtype is not torch.float32:
