@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dprc_lightning.clipping import causal_lm_loss
+from dprc_lightning.clipping import ClippingHandle, attach, causal_lm_loss
 
 Batch = dict[str, Tensor]
 
@@ -196,3 +196,24 @@ def brute_force_clipped_sum(gradients: list[dict[str, Tensor]], max_grad_norm: f
     norms = brute_force_norms(gradients)
     factors = [min(max_grad_norm / float(n), 1.0) if n > 0 else 1.0 for n in norms]
     return {name: sum(f * record[name] for f, record in zip(factors, gradients, strict=True)) for name in gradients[0]}
+
+
+def check_against_brute_force(case: Case, relative: float, **attachment) -> ClippingHandle:
+    """Norms, clipped sum, and no gradient for what is frozen."""
+    model, batch = make(case)
+    gradients = brute_force(case, model, batch)
+    expected = brute_force_norms(gradients)
+    handle = attach(model, **attachment)
+    losses = case.losses(model, batch)
+    norms = handle.norms(losses)
+    assert float((norms - expected).abs().max()) < relative * float(expected.max())
+    clip = float(expected.median())
+    handle.clipped_backward(losses, max_grad_norm=clip, norms=norms)
+    sums = brute_force_clipped_sum(gradients, clip)
+    scale = max(float(v.abs().max()) for v in sums.values())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert float((parameter.grad - sums[name]).abs().max()) < relative * scale, name
+        else:
+            assert parameter.grad is None
+    return handle

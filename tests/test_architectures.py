@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import CAUSAL, ENCODERS, case
-from cases import IdentityProjections, brute_force, brute_force_clipped_sum, brute_force_norms, make
+from cases import IdentityProjections, check_against_brute_force, make
 
 from dprc_lightning import attach
 from dprc_lightning.errors import UnsupportedModuleError, UnusedParameterError
@@ -22,23 +22,7 @@ VARIANTS = [
 
 
 def check(built, **attachment):
-    model, batch = make(built)
-    gradients = brute_force(built, model, batch)
-    expected = brute_force_norms(gradients)
-    handle = attach(model, **attachment)
-    losses = built.losses(model, batch)
-    norms = handle.norms(losses)
-    assert float((norms - expected).abs().max()) < RELATIVE * float(expected.max())
-    clip = float(expected.median())
-    handle.clipped_backward(losses, max_grad_norm=clip, norms=norms)
-    sums = brute_force_clipped_sum(gradients, clip)
-    scale = max(float(v.abs().max()) for v in sums.values())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert float((parameter.grad - sums[name]).abs().max()) < RELATIVE * scale, name
-        else:
-            assert parameter.grad is None
-    return handle
+    return check_against_brute_force(built, RELATIVE, **attachment)
 
 
 @pytest.mark.parametrize(("name", "attention", "tied", "checkpointing"), VARIANTS)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dprc_lightning.clipping.two_pass import matmul_precision
 from dprc_lightning.errors import StepOrderError, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.layers import Mode, ParameterTracker, PassState
-from dprc_lightning.layers.tracking import was_traced
+from dprc_lightning.layers.tracing import was_traced
 
 
 class ModelGuard:

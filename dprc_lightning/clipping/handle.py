@@ -31,7 +31,7 @@ from dprc_lightning.errors import (
 from dprc_lightning.keys import derive
 from dprc_lightning.layers import ATTRIBUTE, Instrumentation, LayerRule, ParameterTracker, PassState
 from dprc_lightning.layers.embedding import EmbeddingRule, batch_size_of
-from dprc_lightning.layers.tracking import forget_tracing
+from dprc_lightning.layers.tracing import forget_tracing
 from dprc_lightning.sketch import GaussianProjections, Projections
 
 Estimator = Literal["auto", "exact", "hutchinson", "hutchpp"]

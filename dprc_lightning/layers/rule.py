@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from dprc_lightning.errors import UnsupportedModuleError
 from dprc_lightning.layers.recording import record
-from dprc_lightning.layers.tracking import instrumentation, note_tracing
+from dprc_lightning.layers.tracing import note_tracing
+from dprc_lightning.layers.tracking import instrumentation
 
 
 class LayerRule:

@@ -22,31 +22,6 @@ ROUNDING_OF_C = 1e-5
 """And by how much of C, for gradients that are nothing but rounding."""
 
 
-_traced: list[bool] = []
-
-
-@torch.compiler.assume_constant_result
-def note_tracing() -> None:
-    """Called while torch.compile traces an instrumented forward: Python runs this then, and only then.
-
-    An exception there would only end the tracing; the next norm pass raises instead. It is noted for the whole process,
-    because a traced graph may serve another model of the same classes.
-    """
-    _traced.append(True)
-
-
-def was_traced() -> bool:
-    """Whether torch.compile has looked into an instrumented forward of this process."""
-    return bool(_traced)
-
-
-def forget_tracing() -> None:
-    """Drop every compiled graph, so that compiling again is seen again."""
-    if _traced:
-        torch.compiler.reset()
-        _traced.clear()
-
-
 class Mode(Enum):
     """Which pass is running. ``ctx.needs_input_grad`` cannot tell: it stays True in a restricted `autograd.grad`."""
 
@@ -180,7 +155,7 @@ class PassState:
 
         The clip factor of a record bounds its contribution only if the second backward meets the same inputs and output
         gradients as the first one, and if no gradient comes by another way than through the layers whose norms were
-        taken. Guarantee: none by itself; this finds what breaks it, above a thousandth of C or so.
+        taken. Guarantee: none by itself; this finds what breaks it, above the tolerances at the top of this file.
 
         Raises:
             UnclippedGradientError: One of the two does not hold.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import Case, IdentityProjections, brute_force, brute_force_clipped_sum, brute_force_norms, make
+from cases import Case, IdentityProjections, brute_force, brute_force_norms, check_against_brute_force, make
 from torch import nn
 
 from dprc_lightning import attach
@@ -71,19 +71,7 @@ def image_case(conv):
 
 
 def check(case, **attachment):
-    model, batch = make(case)
-    gradients = brute_force(case, model, batch)
-    expected = brute_force_norms(gradients)
-    handle = attach(model, **attachment)
-    losses = case.losses(model, batch)
-    norms = handle.norms(losses)
-    assert float((norms - expected).abs().max()) < RELATIVE * float(expected.max())
-    clip = float(expected.median())
-    handle.clipped_backward(losses, max_grad_norm=clip, norms=norms)
-    sums = brute_force_clipped_sum(gradients, clip)
-    scale = max(float(v.abs().max()) for v in sums.values())
-    for name, parameter in model.named_parameters():
-        assert float((parameter.grad - sums[name]).abs().max()) < RELATIVE * scale, name
+    check_against_brute_force(case, RELATIVE, **attachment)
 
 
 def _identity():
