@@ -152,8 +152,42 @@ class Accountant:
         delta = validate_delta(delta)
         if not self._history:
             return EpsilonBounds(0.0, 0.0, 0.0)
-        upper = min(bound.epsilon() for bound in upper_bounds(self._history, delta, FINE))
+        upper = self.upper(delta)
         return EpsilonBounds(*_lower_and_estimate(self._history, delta, upper), upper)
+
+    def upper(self, delta: float) -> float:
+        """The certified upper bound of `epsilon`, without the work for the other two numbers.
+
+        Args:
+            delta: The target delta in (0, 1).
+
+        Returns:
+            Upper bound on epsilon; 0 before the first step.
+        """
+        delta = validate_delta(delta)
+        if not self._history:
+            return 0.0
+        return min(bound.epsilon() for bound in upper_bounds(self._history, delta, FINE))
+
+    def directions(self, delta: float) -> dict[str, float]:
+        """What the recorded steps cost a record that is removed, and one that is added.
+
+        Guarantee: each number is a certified upper bound for its direction alone; add/remove-one privacy is their
+        maximum, which is the upper bound of `epsilon`. Where several laws bound the steps, both numbers come from the
+        one law that gives that upper bound, so that they fit each other; another law may bound the better direction
+        more tightly.
+
+        Args:
+            delta: The target delta in (0, 1).
+
+        Returns:
+            Upper bounds on epsilon under "remove" and "add"; zeros before the first step.
+        """
+        delta = validate_delta(delta)
+        if not self._history:
+            return {"remove": 0.0, "add": 0.0}
+        remove, add = min((bound.directions() for bound in upper_bounds(self._history, delta, FINE)), key=max)
+        return {"remove": remove, "add": add}
 
 
 def epsilon(

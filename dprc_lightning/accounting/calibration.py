@@ -1,10 +1,10 @@
 """The smallest noise multiplier that meets a privacy target."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dprc_lightning.accounting import _validation
-from dprc_lightning.accounting.accountant import upper_bounds
+from dprc_lightning.accounting.accountant import Accountant, upper_bounds
 from dprc_lightning.accounting.events import StepEvent, validate_delta, validate_steps
 from dprc_lightning.accounting.grid import COARSE, FINE, Resolution
 from dprc_lightning.accounting.slack import CONVEX_MIN_NOISE_MULTIPLIER
@@ -13,6 +13,9 @@ from dprc_lightning.errors import AccountingResourceError, CalibrationError
 _SMALLEST, _LARGEST = 0.02, 1e6
 _TOLERANCE = 2e-5
 """Relative accuracy of the noise multiplier before certification, which adds at most a few of these steps."""
+
+_LEAST_LEFT = 1e-6
+"""Share of epsilon that spent steps must leave: below, the grids' rounding is as large as what is left."""
 
 
 def _narrow(
@@ -51,34 +54,54 @@ def calibrate_noise_multiplier(
     sketch_dim: int | None = None,
     projection: str = "gaussian",
     bound: str = "best",
+    spent: Sequence[tuple[StepEvent, int]] = (),
 ) -> float:
     """The smallest noise multiplier whose certified upper epsilon is at most the target.
 
     Guarantee: `epsilon` of the returned value, as `dprc_lightning.accounting.epsilon` computes it, is at most the
-    target; a noise multiplier smaller by a relative 2e-4 does not reach it. The ratio to exact clipping is no constant:
-    it must be calibrated for every setting. A value that cannot be used is an InvalidArgumentError that names it.
+    target; a noise multiplier smaller by a relative 2e-4 does not reach it. With ``spent`` the same holds for the
+    composition of what is spent and of ``steps`` further steps, as `Accountant` computes it: a run that goes on under
+    it stays within the target as a whole. That composition presumes that nobody decided to go on, or how far, in the
+    light of what the spent steps released. The ratio to exact clipping is no constant: it must be calibrated for every
+    setting. A value that cannot be used is an InvalidArgumentError that names it.
 
     Args:
-        epsilon: The target > 0.
+        epsilon: The target > 0, for everything together.
         delta: In (0, 1).
         sample_rate: q in (0, 1].
-        steps: Number of logical steps, >= 1.
+        steps: Number of logical steps, >= 1; with ``spent``, of further ones.
         sketch_dim: k >= 1; None: exact clipping.
         projection: Only "gaussian".
         bound: "best", "convex" or "envelope".
+        spent: Steps that count already, with their number, as a ledger has them.
 
     Returns:
         sigma: the standard deviation of the noise on the sum of clipped gradients over the clipping norm.
 
     Raises:
-        CalibrationError: If no noise multiplier in the supported range meets the target, or all do.
+        CalibrationError: If no noise multiplier in the supported range meets the target, or all do, or if the spent
+            steps alone reach it.
     """
     target = _validation.positive_float("epsilon", epsilon)
     delta, steps = validate_delta(delta), validate_steps(steps, minimum=1)
     smallest = CONVEX_MIN_NOISE_MULTIPLIER * (1 + 1e-12) if bound == "convex" and sketch_dim is not None else _SMALLEST
+    before = Accountant(spent)
+    rough, after = COARSE, ""
+    if before.steps:
+        already = before.upper(delta)
+        if already >= target * (1 - _LEAST_LEFT):
+            raise CalibrationError(
+                f"epsilon={target!r}: {before.steps} spent steps alone cost epsilon {already:.4f} at delta={delta!r}; "
+                "no further step fits, raise epsilon or stop here"
+            )
+        if min(b.fast_epsilon(b.composers()) for b in upper_bounds(before.history, delta, COARSE)) >= target:
+            # So little is left that the coarse bound sees nothing of it.
+            rough = FINE
+        after = f" after {before.steps} spent steps of epsilon {already:.4f}"
 
     def upper(sigma: float, resolution: Resolution, certified: bool = False) -> float:
-        history = [(StepEvent(sigma, sample_rate, sketch_dim, projection, bound), steps)]
+        event = StepEvent(sigma, sample_rate, sketch_dim, projection, bound)
+        history = Accountant([*before.history, (event, steps)]).history
         try:
             bounds = upper_bounds(history, delta, resolution)
             return min(b.epsilon() if certified else b.fast_epsilon(b.composers()) for b in bounds)
@@ -86,12 +109,12 @@ def calibrate_noise_multiplier(
             # So much loss that no grid holds it; the search has to go on at larger noise.
             return math.inf
 
-    low, high = _bracket(lambda sigma: upper(sigma, COARSE), target, smallest)
-    low, high = _narrow(lambda sigma: upper(sigma, COARSE), target, low, high, 1e-3)
-    # The finer bound is smaller: its root lies at or just below the coarse one.
-    low = max(smallest, low * 0.997)
+    low, high = _bracket(lambda sigma: upper(sigma, rough), target, smallest, after)
+    low, high = _narrow(lambda sigma: upper(sigma, rough), target, low, high, 1e-3)
+    # The finer bound is smaller: its root lies at or just below the coarse one, and further below where little is left.
+    low, factor = max(smallest, low * 0.997), 0.98
     while low > smallest and upper(low, FINE) <= target:
-        high, low = low, max(smallest, low * 0.98)
+        high, low, factor = low, max(smallest, low * factor), factor**2
     if upper(low, FINE) > target:
         low, high = _narrow(lambda sigma: upper(sigma, FINE), target, low, high, _TOLERANCE)
     else:
@@ -101,12 +124,12 @@ def calibrate_noise_multiplier(
             return high
         high *= 1 + _TOLERANCE
     raise CalibrationError(
-        f"epsilon={epsilon!r}: no noise multiplier near {high:.6g} could be certified at delta={delta!r}; "
+        f"epsilon={epsilon!r}: no noise multiplier near {high:.6g} could be certified at delta={delta!r}{after}; "
         "raise epsilon or delta"
     )
 
 
-def _bracket(upper: Callable[[float], float], target: float, smallest: float) -> tuple[float, float]:
+def _bracket(upper: Callable[[float], float], target: float, smallest: float, after: str) -> tuple[float, float]:
     """Returns a pair of noise multipliers, the first missing the target and the second meeting it.
 
     Raises:
@@ -118,7 +141,7 @@ def _bracket(upper: Callable[[float], float], target: float, smallest: float) ->
             low, high = high, 2 * high
             if high > _LARGEST:
                 raise CalibrationError(
-                    f"epsilon={target!r}: not reached by any noise multiplier up to {_LARGEST:g}; "
+                    f"epsilon={target!r}: not reached by any noise multiplier up to {_LARGEST:g}{after}; "
                     "raise epsilon or delta"
                 )
             if upper(high) <= target:
@@ -126,7 +149,7 @@ def _bracket(upper: Callable[[float], float], target: float, smallest: float) ->
     while True:
         if high <= smallest:
             raise CalibrationError(
-                f"epsilon={target!r}: already met by the smallest supported noise multiplier {smallest:.4g}; "
+                f"epsilon={target!r}: already met by the smallest supported noise multiplier {smallest:.4g}{after}; "
                 "lower epsilon, or use bound='best'"
             )
         low = max(smallest, high / 2)

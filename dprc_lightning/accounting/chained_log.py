@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,15 +70,9 @@ class ChainedLog:
         Raises:
             LedgerError: If the file exists or cannot be written.
         """
+        log = cls(path, _create(path, path))
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileExistsError:
-            raise LedgerError(f"{path} exists: open it to go on, or choose another run folder") from None
-        except OSError as error:
-            raise LedgerError(f"{path} cannot be created ({error.strerror}): choose a writable run folder") from None
-        log = cls(path, descriptor)
-        try:
-            _lock(path, descriptor)
+            _lock(path, log._descriptor)
             log.append([first])
             fsync_directory(path.parent)
         except BaseException as error:
@@ -85,7 +80,7 @@ class ChainedLog:
             path.unlink(missing_ok=True)
             log.release()
             if isinstance(error, OSError):
-                raise LedgerError(f"{path} cannot be made durable ({error.strerror}): use another disk") from None
+                raise LedgerError(_not_made(path, error)) from None
             raise
         return log
 
@@ -105,25 +100,66 @@ class ChainedLog:
         Raises:
             LedgerError: If the file is missing, damaged or edited.
         """
-        try:
-            descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise LedgerError(f"{path} is missing: restore it; without it nobody knows what was spent") from None
-        except OSError as error:
-            raise LedgerError(f"{path} cannot be opened ({error.strerror}): make it readable and writable") from None
-        log = cls(path, descriptor)
+        log = cls(path, _open(path, os.O_RDONLY if read_only else os.O_RDWR))
         try:
             if not read_only:
-                _lock(path, descriptor)
-            with os.fdopen(os.dup(descriptor), "rb") as stream:
-                log._verify(stream.read(), replay)
-        except BaseException as error:
+                _lock(path, log._descriptor)
+            log._read(replay)
+        except BaseException:
             log.release()
-            if isinstance(error, OSError):
-                raise LedgerError(f"{path} cannot be read ({error.strerror}): restore it from a copy") from None
             raise
         if read_only:
             log.release()
+        return log
+
+    @classmethod
+    def copy(
+        cls,
+        source: Path,
+        path: Path,
+        replay: Callable[[str, dict[str, Any]], None],
+        last: Callable[[], Mapping[str, Any]],
+    ) -> "ChainedLog":
+        """Start a new file with the complete lines of another one and one entry more, and open it for writing.
+
+        Guarantee: the new file appears under its name with all its lines on disk, or not at all, under kill -9 too: a
+        copy without its last entry would pass for the source. What is copied is what was verified.
+
+        Args:
+            source: The file to copy. It is read once and not changed; another process may be writing it.
+            path: The new file; its folder must exist.
+            replay: As for `open`, with the lines of the source.
+            last: Called once the source is verified, for the entry to append; what it raises stops the copy.
+
+        Returns:
+            The log.
+
+        Raises:
+            LedgerError: If the source is missing, damaged or edited, or the new file exists or cannot be written.
+        """
+        original = cls(source, _open(source, os.O_RDONLY))
+        try:
+            lines = original._read(replay)
+        finally:
+            original.release()
+        entry = last()
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        log = cls(path, _create(temporary, path))
+        try:
+            _lock(temporary, log._descriptor)
+            log._start(lines, original.head)
+            log.append([entry])
+            # Unlike a rename it never replaces a file.
+            os.link(temporary, path)
+            temporary.unlink()
+            fsync_directory(path.parent)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            log._unlink_own()
+            log.release()
+            if isinstance(error, OSError):
+                raise LedgerError(_not_made(path, error)) from None
+            raise
         return log
 
     @property
@@ -181,6 +217,18 @@ class ChainedLog:
         # In a notebook, an object that is gone must not keep the lock against its successor.
         self.release()
 
+    def _start(self, lines: bytes, head: str) -> None:
+        """Fill a new file with lines whose chain was verified; the next append makes them durable."""
+        assert self._descriptor is not None
+        self._write(self._descriptor, lines)
+        self.head, self._size = head, len(lines)
+
+    def _unlink_own(self) -> None:
+        # Asked of the file system and not of a flag, which an interrupt could leave behind the truth.
+        with contextlib.suppress(FileNotFoundError):
+            if self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+                self.path.unlink()
+
     def _damaged(self, number: int, what: str) -> LedgerError:
         return LedgerError(f"{self.path} line {number} {what}; restore the file from a copy, or start a new run")
 
@@ -200,6 +248,17 @@ class ChainedLog:
             os.ftruncate(descriptor, self._size)
             self._failure = ""
             raise
+
+    def _read(self, replay: Callable[[str, dict[str, Any]], None]) -> bytes:
+        """Returns the complete lines, after their verification."""
+        assert self._descriptor is not None
+        try:
+            with os.fdopen(os.dup(self._descriptor), "rb") as stream:
+                data = stream.read()
+        except OSError as error:
+            raise LedgerError(f"{self.path} cannot be read ({error.strerror}): restore it from a copy") from None
+        self._verify(data, replay)
+        return data[: self._size]
 
     def _verify(self, data: bytes, replay: Callable[[str, dict[str, Any]], None]) -> None:
         self._size = data.rfind(b"\n") + 1
@@ -244,7 +303,34 @@ def _close_after_fork() -> None:
 os.register_at_fork(after_in_child=_close_after_fork)
 
 
-def _lock(path: Path, descriptor: int) -> None:
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise LedgerError(f"{path} is missing: restore it; without it nobody knows what was spent") from None
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be opened ({error.strerror}): make it readable and writable") from None
+
+
+def _create(file: Path, path: Path) -> int:
+    try:
+        if os.path.lexists(path):
+            raise FileExistsError
+        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError as error:
+        raise LedgerError(_not_made(path, error)) from None
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be created ({error.strerror}): choose a writable run folder") from None
+
+
+def _not_made(path: Path, error: OSError) -> str:
+    if isinstance(error, FileExistsError):
+        return f"{path} exists: open it to go on, or choose another run folder"
+    return f"{path} cannot be made durable ({error.strerror}): use another disk"
+
+
+def _lock(path: Path, descriptor: int | None) -> None:
+    assert descriptor is not None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

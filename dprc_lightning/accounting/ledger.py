@@ -8,6 +8,8 @@ The file ``ledger.jsonl`` is a `ChainedLog` of these entries::
     {"type": "ledger", "version": 1, "run": "...", "meta": {...}}              the first line
     {"type": "reserve", "sequence": 0, "count": 1, "event": {...}}             count steps from sequence on may begin
     {"type": "close", "sequence": 0, "used": 1}                                a clean stop gives the rest of them back
+    {"type": "amend", "meta": {...}}                                           from here on something else is declared
+    {"type": "fork", "run": "...", "parent": "...", "sequence": 7}             all before was copied from another run
     {"type": "torn", "bytes": 17}                                              an incomplete line was cut off here
 """
 
@@ -15,55 +17,17 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from dprc_lightning.accounting.chained_log import ChainedLog, canonical
 from dprc_lightning.accounting.chained_log import LedgerLockedError as LedgerLockedError
+from dprc_lightning.accounting.reservation import Reservation
 from dprc_lightning.errors import InvalidArgumentError, LedgerError
 
 LEDGER_NAME = "ledger.jsonl"
 FORMAT_VERSION = 1
-
-
-@dataclass(eq=False)
-class Reservation:
-    """Steps that are on disk and may begin: hands out their sequence numbers.
-
-    Attributes:
-        first: The first sequence number.
-        count: How many steps were reserved.
-        taken: How many were handed out.
-    """
-
-    first: int
-    count: int
-    _log: ChainedLog = field(repr=False)
-    taken: int = 0
-    _over: bool = field(default=False, repr=False)
-
-    @property
-    def remaining(self) -> int:
-        """How many numbers can still be taken."""
-        return 0 if self._over or not self._log.writable else self.count - self.taken
-
-    def take(self) -> int:
-        """Hand out the next sequence number. Take it before anything of the step is drawn.
-
-        Returns:
-            A number that no step of this ledger had before or will have again.
-
-        Raises:
-            LedgerError: If all are taken, or the ledger was closed, or a later reservation replaced this one.
-        """
-        if self._over or not self._log.writable:
-            raise LedgerError(f"the reservation from step {self.first} on is over: reserve again")
-        if self.taken == self.count:
-            raise LedgerError(f"all {self.count} steps reserved from {self.first} on are taken: reserve again")
-        self.taken += 1
-        return self.first + self.taken - 1
 
 
 class Ledger:
@@ -79,8 +43,10 @@ class Ledger:
 
     Attributes:
         path: The file.
-        meta: What was declared when the ledger was created (N, q, ...).
+        meta: What was declared when the ledger was created (N, q, ...), with every amendment.
+        amendments: What was declared later, each with the number of the first step it is about.
         run_id: A random public name of the run.
+        parents: The runs that this one was forked from, the oldest first.
         next_sequence: The number of the next step to be reserved.
     """
 
@@ -89,7 +55,9 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.meta: dict[str, Any] = {}
+        self.amendments: list[tuple[int, dict[str, Any]]] = []
         self.run_id = ""
+        self.parents: list[str] = []
         self.next_sequence = 0
         self._spent: list[tuple[dict[str, Any], int]] = []
         # The last reservation on file, if it is not closed: its first number and its count.
@@ -102,7 +70,7 @@ class Ledger:
 
         Args:
             path: The file, or the existing run folder in which to make ``ledger.jsonl``.
-            meta: What is declared before training and never changes (N, q, delta, ...): JSON values.
+            meta: What is declared before training (N, q, delta, ...): JSON values. It changes by `amend` alone.
 
         Returns:
             The ledger, its first line on disk. A file that exists is refused.
@@ -125,7 +93,7 @@ class Ledger:
         """Open an existing ledger and verify its chain. The file is not changed.
 
         An incomplete last line (no newline) is a write that a crash cut short: its step never began. It is cut off,
-        and the cut is noted, at the next reservation.
+        and the cut is noted, at the next entry.
 
         Args:
             path: The file, or the run folder that holds ``ledger.jsonl``.
@@ -141,20 +109,62 @@ class Ledger:
                 `LedgerLockedError`) is open for writing elsewhere.
         """
         ledger = cls(_file(path))
-        found = must_contain is None
+        heads: set[str] = set()
 
         def replay(head: str, entry: dict[str, Any]) -> None:
-            nonlocal found
+            heads.add(head)
             ledger._apply(entry)
-            found = found or head == must_contain
 
         ledger._log = ChainedLog.open(ledger.path, replay, read_only=read_only)
-        if not found:
+        try:
+            _refuse_shorter(ledger, heads, must_contain)
+        except LedgerError:
             ledger._log.release()
-            raise LedgerError(
-                f"{ledger.path} ends at step {ledger.next_sequence} and does not contain the checkpoint's last entry: "
-                "restore the ledger that was written with this checkpoint"
-            )
+            raise
+        return ledger
+
+    @classmethod
+    def fork(
+        cls,
+        source: str | os.PathLike[str],
+        path: str | os.PathLike[str],
+        *,
+        must_contain: str | None = None,
+    ) -> "Ledger":
+        """Start the ledger of a run that goes on from another run's checkpoint, in a folder of its own.
+
+        Guarantee: the new ledger counts everything that the source had counted at that moment, an unclosed reservation
+        in full; it is on disk, under its name, complete or not at all. The two then count apart: each is right about
+        what ITS run releases. Who publishes both continuations pays for the composition over the UNION of their steps,
+        those before the fork once. And a fork needs a new secret, which the caller draws: under the old one the two
+        runs would draw the same batches and projections for the same sequence numbers.
+
+        Args:
+            source: The file, or the run folder that holds ``ledger.jsonl``; it is only read, and another process may
+                be writing it.
+            path: The new file, or the existing run folder in which to make ``ledger.jsonl``.
+            must_contain: The `head` that the checkpoint remembers.
+
+        Returns:
+            The new ledger, open for writing, with a `run_id` of its own. A source that is missing, damaged, edited or
+            does not contain ``must_contain`` is refused, and so is a file that exists (LedgerError).
+        """
+        ledger = cls(_file(source))
+        heads: set[str] = set()
+
+        def replay(head: str, entry: dict[str, Any]) -> None:
+            heads.add(head)
+            ledger._apply(entry)
+
+        def last() -> dict[str, Any]:
+            _refuse_shorter(ledger, heads, must_contain)
+            run, sequence = secrets.token_hex(16), ledger.next_sequence
+            entry = {"type": "fork", "run": run, "parent": ledger.run_id, "sequence": sequence}
+            ledger._apply(entry)
+            return entry
+
+        ledger._log = ChainedLog.copy(ledger.path, _file(path), replay, last)
+        ledger.path = ledger._log.path
         return ledger
 
     def reserve(self, event: Mapping[str, Any], count: int = 1) -> Reservation:
@@ -176,13 +186,22 @@ class Ledger:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InvalidArgumentError("count", count, "an integer >= 1")
         entry = {"type": "reserve", "sequence": self.next_sequence, "count": count, "event": _json("event", event)}
-        torn = [{"type": "torn", "bytes": self.torn_bytes}] if self.torn_bytes else []
         reservation = Reservation(self.next_sequence, count, self._log)
-        self._write([*torn, entry])
+        self._write([entry])
         if self._reservation is not None:
             self._reservation._over = True
         self._reservation = reservation
         return reservation
+
+    def amend(self, meta: Mapping[str, Any]) -> None:
+        """Write down that something else is declared from now on. It is on disk when this returns.
+
+        An open reservation stays open: the amendment spends nothing and gives nothing back.
+
+        Args:
+            meta: JSON values; they replace those of the same top-level names in `Ledger.meta`.
+        """
+        self._write([{"type": "amend", "meta": _json("meta", meta)}])
 
     def close(self, used: int | None = None) -> None:
         """Stop cleanly: give back the reserved steps that were not begun, and release the lock.
@@ -231,7 +250,7 @@ class Ledger:
 
     @property
     def torn_bytes(self) -> int:
-        """Length of an incomplete last line that a crash left, until the next reservation cuts it off."""
+        """Length of an incomplete last line that a crash left, until the next entry cuts it off."""
         return self._log.torn_bytes
 
     @property
@@ -249,6 +268,8 @@ class Ledger:
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         head = self._log.head
+        if self.torn_bytes:
+            entries = [{"type": "torn", "bytes": self.torn_bytes}, *entries]
         try:
             self._log.append(entries)
             for entry in entries:
@@ -288,6 +309,20 @@ class Ledger:
                 raise ValueError("it closes no open reservation")
             self._count(self._spent[-1][0], used - self._unclosed[1])
             self.next_sequence = first + used
+            # What was declared while the reservation was open is about the steps that were not begun then.
+            self.amendments = [(min(number, self.next_sequence), meta) for number, meta in self.amendments]
+            self._unclosed = None
+        elif kind == "amend":
+            if not isinstance(entry["meta"], dict):
+                raise ValueError("its meta is no mapping")
+            self.meta = {**self.meta, **entry["meta"]}
+            self.amendments.append((self.next_sequence, entry["meta"]))
+        elif kind == "fork":
+            known = [*self.parents, self.run_id]
+            if entry["parent"] != self.run_id or entry["sequence"] != self.next_sequence or entry["run"] in known:
+                raise ValueError("it does not fit the run it was forked from")
+            self.run_id, self.parents = entry["run"], known
+            # It is the parent's, which alone knows what was begun: in this run nothing gives its steps back.
             self._unclosed = None
         elif kind != "torn":
             raise ValueError(f"unknown type {kind!r}")
@@ -305,6 +340,14 @@ class Ledger:
 def _file(path: str | os.PathLike[str]) -> Path:
     file = Path(path)
     return file / LEDGER_NAME if file.is_dir() else file
+
+
+def _refuse_shorter(ledger: Ledger, heads: set[str], must_contain: str | None) -> None:
+    if must_contain is not None and must_contain not in heads:
+        raise LedgerError(
+            f"{ledger.path} ends at step {ledger.next_sequence} and does not contain the checkpoint's last entry: "
+            "restore the ledger that was written with this checkpoint"
+        )
 
 
 def _json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ cut off (the last sliver of Z, losses above the grid, the tails of the compositi
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -205,31 +204,43 @@ class UpperBound:
         Returns:
             The larger epsilon of the two directions; inf if none can be certified.
         """
-        if self._hopeless():
+        if self._hopeless(self._remove) or self._hopeless(self._add):
             return math.inf
-        # Slow to import (a second): `dprc calibrate --help` must not pay for it.
-        from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+        return max(self.directions())
 
-        def distribution(index: IntArray, delta: FloatArray) -> Any:
-            pmf = pld_pmf.create_pmf_pessimistic_connect_dots(self.interval, index, np.minimum.accumulate(delta))
-            # Sparse distributions compose by dictionaries, and take index ** count as an exact integer to decide it.
-            return pmf.to_dense_pmf()
+    def directions(self) -> tuple[float, float]:
+        """Certified upper bounds on epsilon for each direction: discretised and composed by `dp_accounting`.
+
+        Guarantee: a pair that dominates one direction of every step dominates that direction of the composition, so
+        each of the two numbers holds by itself. The guarantee of add/remove needs both, hence their maximum.
+
+        Returns:
+            epsilon for removing a record and for adding one; inf where none can be certified.
+        """
+        remove = [(curve, part.step.count) for part, curve, _ in self._curves]
+        add = [(curve, part.step.count) for part, _, curve in self._curves]
+        return (
+            math.inf if self._hopeless(self._remove) else self._certified(remove),
+            math.inf if self._hopeless(self._add) else self._certified(add),
+        )
+
+    def _certified(self, curves: Sequence[tuple[tuple[IntArray, FloatArray], int]]) -> float:
+        # Slow to import (a second): `dprc calibrate --help` must not pay for it.
+        from dp_accounting.pld import pld_pmf
 
         composed = None
-        for part, remove, add in self._curves:
-            pld = privacy_loss_distribution.PrivacyLossDistribution(distribution(*remove), distribution(*add))
-            pld = pld.self_compose(part.step.count, self._tail)
-            composed = pld if composed is None else composed.compose(pld, self._tail)
+        for (index, delta), count in curves:
+            pmf = pld_pmf.create_pmf_pessimistic_connect_dots(self.interval, index, np.minimum.accumulate(delta))
+            # Sparse distributions compose by dictionaries, and take index ** count as an exact integer to decide it.
+            pmf = pmf.to_dense_pmf().self_compose(count, self._tail)
+            composed = pmf if composed is None else composed.compose(pmf, self._tail)
         assert composed is not None
-        target = self.delta - round_off(sum(part.step.count for part, _, _ in self._curves), 1 << 23)
+        target = self.delta - round_off(sum(count for _, count in curves), 1 << 23)
         return float(composed.get_epsilon_for_delta(target)) if target > 0 else math.inf
 
-    def _hopeless(self) -> bool:
+    def _hopeless(self, parts: Sequence[tuple[LossPMF, int]]) -> bool:
         """Returns whether infinite losses alone exceed delta, which no composition is needed to know."""
-        return any(
-            -math.expm1(sum(count * math.log1p(-min(pmf.infinity, 1 - 1e-16)) for pmf, count in parts)) > self.delta
-            for parts in (self._remove, self._add)
-        )
+        return -math.expm1(sum(count * math.log1p(-min(pmf.infinity, 1 - 1e-16)) for pmf, count in parts)) > self.delta
 
     def composers(self) -> tuple[Composer, Composer]:
         """The same distributions in this package's own composition, REMOVE and ADD.

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 import pytest
+from scipy import optimize, stats
 
-from dprc_lightning.accounting import calibrate_noise_multiplier, epsilon
+from dprc_lightning.accounting import Accountant, StepEvent, calibrate_noise_multiplier, epsilon
 from dprc_lightning.errors import CalibrationError
 
 SETTINGS = [
@@ -72,3 +73,68 @@ def test_import_is_quick_and_light() -> None:
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")
     assert float(output[0]) < 2.0
     assert output[1] == "[]"
+
+
+# ------------------------------------------------------------------------------------ further steps after spent ones
+
+
+def test_spent_and_further_steps_meet_the_target_together() -> None:
+    setting: dict[str, Any] = dict(delta=1e-5, sample_rate=0.085, sketch_dim=32)
+    spent = [(StepEvent(1.5, 0.085, 32), 10), (StepEvent(2.0, 0.05, None), 7), (StepEvent(1.5, 0.085, 32), 3)]
+    sigma = calibrate_noise_multiplier(epsilon=2.0, steps=13, spent=spent, **setting)
+
+    def together(noise_multiplier: float) -> float:
+        return Accountant([*spent, (StepEvent(noise_multiplier, 0.085, 32), 13)]).upper(1e-5)
+
+    assert 2.0 * (1 - 1e-3) < together(sigma) <= 2.0 < together(sigma * (1 - 2e-4))
+
+
+@pytest.mark.parametrize("done", [1, 20])
+def test_a_calibration_in_two_parts_agrees_with_one(done: int) -> None:
+    setting: dict[str, Any] = dict(epsilon=2.0, delta=1e-6, sample_rate=0.05)
+    sigma = calibrate_noise_multiplier(steps=40, **setting)
+    again = calibrate_noise_multiplier(steps=40 - done, spent=[(StepEvent(sigma, 0.05), done)], **setting)
+    assert again == pytest.approx(sigma, rel=1e-4)
+
+
+def test_further_full_batches_agree_with_the_closed_form() -> None:
+    """At q = 1 what is left is the Gaussian with mu^2 = mu_target^2 - mu_spent^2."""
+    target, delta, steps = 2.0, 1e-5, 6
+    spent = [(StepEvent(5.0, 1.0), 3), (StepEvent(8.0, 1.0), 2)]
+
+    def excess(mu: float) -> float:
+        return (
+            stats.norm.cdf(mu / 2 - target / mu) - math.exp(target + stats.norm.logcdf(-mu / 2 - target / mu)) - delta
+        )
+
+    left = optimize.brentq(excess, 0.1, 5) ** 2 - sum(count / event.noise_multiplier**2 for event, count in spent)
+    sigma = calibrate_noise_multiplier(epsilon=target, delta=delta, sample_rate=1.0, steps=steps, spent=spent)
+    assert math.sqrt(steps / left) <= sigma == pytest.approx(math.sqrt(steps / left), rel=3e-3)
+
+
+def test_nothing_spent_changes_nothing() -> None:
+    setting: dict[str, Any] = dict(epsilon=2.0, delta=1e-6, sample_rate=0.05, steps=40)
+    sigma = calibrate_noise_multiplier(**setting)
+    assert (
+        sigma
+        == calibrate_noise_multiplier(**setting, spent=())
+        == calibrate_noise_multiplier(**setting, spent=[(StepEvent(1.0, 0.5), 0)])
+    )
+
+
+def test_the_last_of_the_budget_needs_much_noise_and_a_spent_budget_is_refused() -> None:
+    spent = [(StepEvent(1.0, 0.05), 30)]
+    cost = Accountant(spent).upper(1e-5)
+    setting: dict[str, Any] = dict(delta=1e-5, sample_rate=0.05, steps=5, spent=spent)
+    sigmas = [calibrate_noise_multiplier(epsilon=cost * share, **setting) for share in (1.02, 1.001)]
+    assert 1.2 * sigmas[0] < sigmas[1]
+    for sigma, share in zip(sigmas, (1.02, 1.001), strict=True):
+        together = Accountant([*spent, (StepEvent(sigma, 0.05), 5)]).upper(1e-5)
+        assert cost * share * (1 - 1e-4) < together <= cost * share
+    for target in (cost, cost / 2, cost * (1 + 1e-9)):
+        with pytest.raises(
+            CalibrationError, match=rf"^epsilon={target}: 30 spent steps .* epsilon {cost:.4f} at delta"
+        ):
+            calibrate_noise_multiplier(epsilon=target, **setting)
+    with pytest.raises(CalibrationError, match=rf"already met .* after 30 spent steps of epsilon {cost:.4f}"):
+        calibrate_noise_multiplier(epsilon=2 * cost, **(setting | {"sample_rate": 1e-9}))
