@@ -1,66 +1,83 @@
 """Prints what a run promises before it starts, follows epsilon, and writes the report however the run ends."""
 
 import math
-import resource
-import sys
+import signal
 import textwrap
-from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from dprc_lightning.accounting import Accountant, StepEvent, epsilon_schedule
+from dprc_lightning.accounting import StepEvent
+from dprc_lightning.callbacks.epsilon import EpsilonLookup
+from dprc_lightning.callbacks.run_facts import ending_facts, not_private_because, public_metrics, start_facts
+from dprc_lightning.callbacks.step_log import announce_unprotected
 from dprc_lightning.clipping import PlanRow
 from dprc_lightning.clipping.plan_table import format_plan
-from dprc_lightning.datamodule import DPRCDataModule
-from dprc_lightning.errors import StepOrderError
-from dprc_lightning.report import ASSUMPTIONS, FORMAT_VERSION, JSON_NAME, read_report, versions, write_report
-from dprc_lightning.run import step_event
+from dprc_lightning.errors import InterruptedRun, StepOrderError
+from dprc_lightning.report import JSON_NAME, START_NAME, assemble, read_report, write_report, write_start
+from dprc_lightning.report.facts import unit
+from dprc_lightning.run import PrivateRun, own_folder, step_event
 
 if TYPE_CHECKING:
     # The module brings this callback along; it must not need the module to be imported first.
     from dprc_lightning.module import DPRCModule
 
-_MILESTONES = 20
-
 
 class PrivacyReport(pl.Callback):
-    """Added by DPRCModule to every trainer. Writes ``report.json`` and ``report.md`` into the run folder.
+    """Added by DPRCModule to every trainer. Writes ``report.json``, ``.md`` and ``.html`` into the run folder.
 
-    Epsilon so far is logged as an upper bound: that of the next of twenty milestones, computed once at the start,
-    because composing after each step would cost more than the step.
+    When fit starts it writes ``resolved.json``, from which, with the ledger, the report can be made after a kill.
+    Epsilon so far is logged as an upper bound, see `EpsilonLookup`.
+
+    Guarantee: epsilon is reported only where every step of the run, in this process and before, drew its noise from
+    secret randomness; a run that did not is marked in its ledger before its first step.
     """
 
     def __init__(self) -> None:
-        self._milestones: list[int] = []
-        self._epsilons: list[float] = []
-        self._report: dict[str, Any] | None = None
-        self._plan: list[dict[str, Any]] = []
+        self._lookup: EpsilonLookup | None = None
+        self._start: dict[str, Any] = {}
+        self._metrics: dict[str, float] = {}
+        self._metrics_step: dict[str, int] = {}
         self._steps_seen = 0
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget the fit before: an error from here on must not be reported as its.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+            stage: What begins.
+        """
+        if stage == "fit":
+            self._start, self._lookup = {}, None
+            self._metrics, self._metrics_step = {}, {}
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the mechanism and the plan.
+        """Print the mechanism and the plan, and leave on disk what a report needs.
 
         Args:
             trainer: The trainer.
             pl_module: The module.
         """
         module = _dprc(pl_module)
-        run = module.private_run
-        assert run is not None, "the strategy prepares the run before fit starts"
-        self._report = None
-        self._steps_seen = run.ledger.steps if run.ledger else 0
+        run = _run_of(module)
+        self._steps_seen = run.spent
         rows = module.handle.plan() if module.handle else []
-        self._plan = _plan_facts(rows)
-        if run.resolved.private:
-            steps = run.resolved.steps
-            self._milestones = sorted({math.ceil(steps * i / _MILESTONES) for i in range(1, _MILESTONES + 1)})
-            self._epsilons = epsilon_schedule(step_event(run.resolved), self._milestones, run.resolved.delta)
-        _say(_opening(module, rows, self._epsilons))
+        because = not_private_because(trainer, run)
+        if run.ledger is not None and because is not None:
+            if run.ledger.meta.get("not_private_because") is None:
+                # Whoever resumes this run with secret noise must not get a report that forgets this part of it.
+                run.ledger.amend({"not_private_because": because})
+        elif run.ledger is not None:
+            spent = [(StepEvent.from_dict(event), count) for event, count in run.ledger.spent()]
+            self._lookup = EpsilonLookup(step_event(run.resolved), run.resolved.budget, run.resolved.delta, spent)
+        self._start = start_facts(trainer, module, rows, because)
+        if trainer.is_global_zero:
+            write_start(run.folder, self._start)
+        announce_unprotected(trainer, module)
+        _say(_opening(module, rows, self._lookup, because))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -77,17 +94,17 @@ class PrivacyReport(pl.Callback):
         Raises:
             StepOrderError: An overridden training step made no step.
         """
-        run = _dprc(pl_module).private_run
-        if run is not None and run.ledger is not None:
-            if run.ledger.steps == self._steps_seen:
-                raise StepOrderError(
-                    f"{type(pl_module).__name__}.training_step made no private step: it belongs to the library; write "
-                    "per_sample_loss, and call super().training_step(batch, batch_idx) where you override it"
-                )
-            self._steps_seen = run.ledger.steps
-            index = min(bisect_left(self._milestones, run.ledger.steps), len(self._milestones) - 1)
-            # batch_size is a constant: the realised one is private.
-            pl_module.log("privacy/epsilon", self._epsilons[index], prog_bar=True, on_step=True, batch_size=1)
+        run = _run_of(_dprc(pl_module))
+        if run.resolved.private and run.spent == self._steps_seen:
+            raise StepOrderError(
+                f"{type(pl_module).__name__}.training_step made no private step: it belongs to the library; write "
+                "per_sample_loss, and call super().training_step(batch, batch_idx) where you override it"
+            )
+        self._steps_seen = run.spent
+        if self._lookup is not None:
+            # batch_size is a constant: the realised one is private. Rank 0 alone has the ledger.
+            epsilon = self._lookup.after(run.spent)
+            pl_module.log("privacy/epsilon", epsilon, prog_bar=True, on_step=True, batch_size=1, rank_zero_only=True)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the plan once more: layers may have joined, and at the end of fit the handle is gone.
@@ -96,9 +113,9 @@ class PrivacyReport(pl.Callback):
             trainer: The trainer.
             pl_module: The module.
         """
-        handle = _dprc(pl_module).handle
-        if handle is not None:
-            self._plan = _plan_facts(handle.plan())
+        module = _dprc(pl_module)
+        if module.handle is not None:
+            self._start = start_facts(trainer, module, module.handle.plan(), self._start["not_private_because"])
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the report.
@@ -107,9 +124,16 @@ class PrivacyReport(pl.Callback):
             trainer: The trainer.
             pl_module: The module.
         """
-        run = _dprc(pl_module).private_run
-        left = 0 if run is None else run.steps_left
-        self._write(trainer, _dprc(pl_module), f"ended with {left} steps left" if left else "finished")
+        module = _dprc(pl_module)
+        run = _run_of(module)
+        status = "finished"
+        if module.stop_agreed is not None:
+            status = f"stopped by {signal.Signals(module.stop_agreed).name}"
+        elif run.applied < run.resolved.steps:
+            status = f"ended with {run.steps_left} steps left"
+            if run.steps_left == 0:
+                status = f"ended with the budget; {run.resolved.steps - run.applied} steps were lost to crashes"
+        self._write(trainer, module, status)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write the report of what was done before the error.
@@ -119,7 +143,9 @@ class PrivacyReport(pl.Callback):
             pl_module: The module.
             exception: The error.
         """
-        if trainer.state.fn == "fit" and _dprc(pl_module).private_run is not None:
+        # Before on_fit_start nothing was done that a report could tell of; an InterruptedRun comes after on_fit_end.
+        begun = trainer.state.fn == "fit" and _dprc(pl_module).private_run is not None and bool(self._start)
+        if begun and not isinstance(exception, InterruptedRun):
             self._write(trainer, _dprc(pl_module), f"stopped by {type(exception).__name__}")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -129,7 +155,11 @@ class PrivacyReport(pl.Callback):
             trainer: The trainer.
             pl_module: The module.
         """
-        self._merge(trainer, _dprc(pl_module))
+        if trainer.state.fn != "fit":
+            self._merge(trainer, _dprc(pl_module))
+        elif not trainer.sanity_checking:
+            self._metrics = public_metrics(trainer)
+            self._metrics_step = dict.fromkeys(self._metrics, _applied_steps(_dprc(pl_module)))
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put test figures into the report.
@@ -142,35 +172,46 @@ class PrivacyReport(pl.Callback):
 
     @rank_zero_only
     def _write(self, trainer: pl.Trainer, module: "DPRCModule", status: str) -> None:
-        run = module.private_run
-        assert run is not None
-        self._report = _build(trainer, module, self._plan, status)
-        write_report(run.folder, self._report)
-        _say(_closing(self._report))
+        run = _run_of(module)
+        applied = _applied_steps(module)
+        # Figures that no validation gave are of now.
+        metrics = public_metrics(trainer) | self._metrics
+        report = assemble(
+            self._start,
+            _begun(run),
+            status=status,
+            not_private_because=None if run.ledger is None else run.ledger.meta.get("not_private_because"),
+            parents=() if run.ledger is None else run.ledger.parents,
+            steps=run.spent,
+            applied_steps=applied,
+            metrics=metrics,
+            metrics_step=dict.fromkeys(metrics, applied) | self._metrics_step,
+            metrics_by_checkpoint=_known_by_checkpoint(run.folder),
+            **ending_facts(trainer, module),
+        )
+        write_report(run.folder, report)
+        _say(_closing(report))
 
     @rank_zero_only
     def _merge(self, trainer: pl.Trainer, module: "DPRCModule") -> None:
-        if trainer.state.fn == "fit" or trainer.sanity_checking:
+        """Figures of the run's last weights are the run's; those of any other checkpoint stand under its name."""
+        folder = _evaluated_folder(trainer, module)
+        if folder is None:
             return
-        folder = _report_folder(trainer, module)
-        if folder is not None:
-            report = read_report(folder)
-            report["metrics"].update(_metrics(trainer))
-            write_report(folder, report)
-
-
-def _plan_facts(rows: list[PlanRow]) -> list[dict[str, Any]]:
-    return [
-        {
-            "parameter": row.parameter,
-            "shape": list(row.shape),
-            "numel": math.prod(row.shape),
-            "estimator": row.estimator,
-            "side": row.side,
-            "modules": list(row.modules),
-        }
-        for row in rows
-    ]
+        report, metrics = read_report(folder), public_metrics(trainer)
+        step = report["applied_steps"]
+        if trainer.ckpt_path:
+            remembered = module._resumed_from or {}
+            step = remembered.get("applied_steps", remembered.get("global_step"))
+        if step is None or step != report["applied_steps"]:
+            name = Path(trainer.ckpt_path or "weights at hand").name
+            known = report["metrics_by_checkpoint"].setdefault(name, {"step": step, "metrics": {}})
+            known["step"] = step
+            known["metrics"].update(metrics)
+        else:
+            report["metrics"].update(metrics)
+            report["metrics_step"] = (report["metrics_step"] or {}) | dict.fromkeys(metrics, step)
+        write_report(folder, report)
 
 
 def _dprc(module: pl.LightningModule) -> "DPRCModule":
@@ -178,109 +219,59 @@ def _dprc(module: pl.LightningModule) -> "DPRCModule":
     return cast("DPRCModule", module)
 
 
-def _report_folder(trainer: pl.Trainer, module: "DPRCModule") -> Path | None:
-    """Where the report of the weights that are being evaluated lies, if there is one."""
-    if module.private_run is not None:
-        return module.private_run.folder
-    if trainer.ckpt_path:
-        folder = Path(trainer.ckpt_path).resolve().parent.parent
-        if (folder / JSON_NAME).exists():
-            return folder
-    return None
+def _run_of(module: "DPRCModule") -> PrivateRun:
+    assert module.private_run is not None, "the strategy prepares the run before fit starts"
+    return module.private_run
 
 
-def _metrics(trainer: pl.Trainer) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in trainer.callback_metrics.items()
-        if name.split("/")[0] in ("val", "test") and not name.endswith(("_step", "_epoch"))
-    }
+def _applied_steps(module: "DPRCModule") -> int:
+    return _run_of(module).applied
 
 
-def _build(trainer: pl.Trainer, module: "DPRCModule", plan: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    run = module.private_run
-    assert run is not None
-    because = None
-    if not run.resolved.private:
-        because = "privacy.baseline_without_privacy=true: no clipping and no noise"
-    elif run.secret.is_test or trainer.strategy.noise_hook.is_test:  # type: ignore[attr-defined]
-        because = "a fixed stream for tests replaced secret randomness"
-    spent = run.ledger.spent() if run.ledger else []
-    bounds = Accountant((StepEvent.from_dict(event), count) for event, count in spent).epsilon(run.resolved.delta)
-    steps = module.clock.steps
-    datamodule = getattr(trainer, "datamodule", None)
-    facts: dict[str, Any] = datamodule.report_facts() if isinstance(datamodule, DPRCDataModule) else {}
-    return {
-        "format": FORMAT_VERSION,
-        "name": run.folder.parent.name if run.folder.name.startswith("version_") else run.folder.name,
-        "status": status,
-        "private": because is None,
-        "not_private_because": because,
-        "epsilon": {**bounds._asdict(), "delta": run.resolved.delta} if because is None else None,
-        "mechanism": run.resolved.to_dict(),
-        "neighboring_relation": "add or remove one record",
-        "sampling": "Poisson",
-        "steps": run.ledger.steps if run.ledger else len(steps),
-        "on_nonfinite": module.privacy.on_nonfinite,
-        "dropped_records": module.dropped_records if module.privacy.log_unprotected else None,
-        "precision": str(trainer.precision),
-        "parameters": plan,
-        "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
-        "metrics": _metrics(trainer),
-        "data": facts,
-        "cost": {
-            "training_seconds": sum(steps),
-            "median_step_seconds": sorted(steps)[len(steps) // 2] if steps else 0.0,
-            "measured_steps": len(steps),
-            "phases": dict(module.clock.phases),
-            "peak_memory_bytes": _peak_memory(module.device),
-            "device": _device_name(module.device),
-        },
-        "logged_unprotected": ["train/loss", "clip/fraction", "clip/dropped"] if module.privacy.log_unprotected else [],
-        "assumptions": list(ASSUMPTIONS),
-        "paths": _paths(trainer, run.folder),
-        "versions": versions(),
-    }
+def _begun(run: PrivateRun) -> list[tuple[dict[str, Any], int]]:
+    """What the ledger counts, less what is reserved and not begun: closing the ledger gives that back."""
+    spent = [] if run.ledger is None else run.ledger.spent()
+    ahead = sum(count for _, count in spent) - run.spent
+    if run.ledger is not None and ahead > 0:
+        event, count = spent.pop()
+        spent += [(event, count - ahead)] if count > ahead else []
+    return spent
 
 
-def _paths(trainer: pl.Trainer, folder: Path) -> dict[str, str]:
-    checkpoint = trainer.checkpoint_callback
-    paths = {"run folder": str(folder), "report": str(folder / "report.md"), "ledger": str(folder / "ledger.jsonl")}
-    if not (folder / "ledger.jsonl").exists():
-        del paths["ledger"]
-    if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
-        paths["checkpoint"] = checkpoint.best_model_path
-    if trainer.logger is not None and trainer.log_dir:
-        paths["TensorBoard log"] = f"tensorboard --logdir {trainer.log_dir}"
-    return paths
+def _known_by_checkpoint(folder: Path) -> dict[str, Any]:
+    """What an earlier report of this folder says of checkpoints that lie there."""
+    return read_report(folder)["metrics_by_checkpoint"] if (folder / JSON_NAME).exists() else {}
 
 
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Kibibytes on Linux, bytes on macOS.
-    return peak if sys.platform == "darwin" else peak * 1024
+def _evaluated_folder(trainer: pl.Trainer, module: "DPRCModule") -> Path | None:
+    """The run folder of the weights that are being evaluated: that of their checkpoint, or of the fit just made."""
+    if not trainer.ckpt_path:
+        return None if module.private_run is None else module.private_run.folder
+    folder = own_folder(Path(trainer.ckpt_path))
+    known = (folder / JSON_NAME).exists() or (folder / START_NAME).exists()
+    return folder if known else None
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"
-
-
-def _opening(module: "DPRCModule", plan: list[PlanRow], epsilons: list[float]) -> str:
-    run = module.private_run
-    assert run is not None
+def _opening(module: "DPRCModule", plan: list[PlanRow], lookup: EpsilonLookup | None, because: str | None) -> str:
+    run = _run_of(module)
     r = run.resolved
-    batch = f"{r.steps} steps, each a Poisson sample of {r.expected_batch_size:g} expected of {r.num_records} records"
+    kind = "records" if r.group_column is None else f"groups (column {r.group_column})"
+    batch = f"{r.steps} steps, each a Poisson sample of {r.expected_batch_size:g} expected of {r.num_records} {kind}"
     if not r.private:
-        return f"NOT PRIVATE (privacy.baseline_without_privacy=true): no clipping, no noise. {batch}."
+        return f"NOT PRIVATE ({because}). {batch}."
+    lines = [f"Private run in {run.folder}" if because is None else f"NOT PRIVATE ({because}); run in {run.folder}"]
+    if because is None and lookup is not None:
+        lines.append(f"  epsilon <= {lookup.final:.4f} at delta {r.delta:g} for {unit(r.to_dict())}, after {batch}")
+    else:
+        lines.append(f"  {batch}")
+    if r.crash_allowance:
+        lines.append(f"  budget {r.budget} steps: {r.crash_allowance} of them may be lost to crashes")
+    if run.spent:
+        lines.append(f"  {run.spent} steps are spent already, {run.steps_left} are left")
     sketched = [row for row in plan if row.estimator != "exact"]
     exact = [row for row in plan if row.estimator == "exact"]
     return "\n".join([
-        f"Private run in {run.folder}",
-        f"  epsilon <= {epsilons[-1]:.4f} at delta {r.delta:g}, after {batch}",
+        *lines,
         f"  noise multiplier {r.noise_multiplier:.4f}, clipping at {r.max_grad_norm:g}, estimator {r.estimator}",
         f"  sketched norms (k = {r.sketch_dim}): {_tensors(sketched)}" if sketched else "  sketched norms: none",
         f"  exact norms: {_tensors(exact)}",
