@@ -2,21 +2,26 @@
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from dprc_lightning import __version__
-from dprc_lightning.errors import DPRCError, InvalidArgumentError
+from dprc_lightning.errors import DPRCError, InterruptedRun, InvalidArgumentError
 
-_LIGHTNING = ("fit", "validate", "test", "predict")
+_LIGHTNING = {
+    "fit": "train privately",
+    "validate": "evaluate on the validation set",
+    "test": "evaluate on the test set",
+    "predict": "predict for the test set",
+}
 
 _EPILOG = """\
-training commands (dprc fit --help shows all their settings):
-  fit         train privately: dprc fit --config configs/quickstart.yaml [--privacy.epsilon 2]
-  validate    evaluate on the validation set: dprc validate --config ... --ckpt_path RUN/checkpoints/....ckpt
-  test        evaluate on the test set
-  predict     predict for the test set
+training (dprc fit --help shows all settings):
+  dprc fit --config configs/quickstart.yaml [--privacy.epsilon 2]
+  dprc validate --config ... --ckpt_path RUN/checkpoints/....ckpt
 """
 
 
@@ -27,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; those of the process if None.
 
     Returns:
-        Exit status: 0, or 2 after an error that is the user's to mend, told in one line.
+        Exit status: 0, 2 after an error that is the user's to mend, told in one line, or 128 + the number of the signal
+        that ended the command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -40,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DPRCError as error:
         print(f"dprc: error: {error}", file=sys.stderr)
         return 2
+    except InterruptedRun as interrupt:
+        # Every rank is interrupted; one of them tells.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"dprc: {interrupt}", file=sys.stderr)
+        return 128 + interrupt.signal
+    except KeyboardInterrupt:
+        print("dprc: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader (head, say) has gone.
         return 0
@@ -54,6 +68,9 @@ def _light(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"dprc {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
+    for name, what in _LIGHTNING.items():
+        # For the help and the list of what there is: main leaves their arguments to Lightning.
+        commands.add_parser(name, help=what, add_help=False)
 
     calibrate = commands.add_parser("calibrate", help="the noise multiplier that meets a privacy target")
     calibrate.add_argument("--epsilon", type=float, required=True, help="target")
@@ -70,8 +87,16 @@ def _light(arguments: list[str]) -> int:
     report = commands.add_parser("report", help="the report of a run")
     report.add_argument("run_dir", help="run folder")
     report.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help="other runs to put beside it")
-    report.add_argument("--format", choices=("md", "json"), default="md")
+    report.add_argument("--format", choices=("md", "html", "json"), default="md")
     report.set_defaults(run=_report)
+
+    export = commands.add_parser("export", help="a run's model as a plain Hugging Face folder with a model card")
+    export.add_argument("run_dir", help="run folder")
+    export.add_argument("out", help="the new folder")
+    export.add_argument("--checkpoint", metavar="FILE", help="which of the run's checkpoints; needed if it has several")
+    export.add_argument("--adapter_only", action="store_true", help="the adapter of a peft model, nothing beside it")
+    export.add_argument("--merge", action="store_true", help="merge the adapter of a peft model into the whole model")
+    export.set_defaults(run=_export)
 
     bench = commands.add_parser("bench", help="cost of a private step, as ratios to a non-private one")
     benches = bench.add_subparsers(dest="what", metavar="what", required=True)
@@ -84,6 +109,16 @@ def _light(arguments: list[str]) -> int:
     step.add_argument("--checkpointing", action="store_true", help="recompute activations, on both sides")
     step.add_argument("--format", choices=("table", "json"), default="table")
     step.set_defaults(run=_bench_step)
+
+    accounting = benches.add_parser("accounting", help="cost of knowing epsilon after each step of a run")
+    accounting.add_argument("--noise_multiplier", type=float, required=True, help="sigma")
+    accounting.add_argument("--sample_rate", type=float, required=True, help="q")
+    accounting.add_argument("--steps", type=int, required=True, help="logical steps of the run")
+    accounting.add_argument("--delta", type=float, default=1e-5)
+    accounting.add_argument("--sketch_dim", type=int, default=None, help="k; exact norms without")
+    accounting.add_argument("--rounds", type=int, default=5, help="how often it is timed")
+    accounting.add_argument("--format", choices=("table", "json"), default="table")
+    accounting.set_defaults(run=_bench_accounting)
 
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -129,14 +164,28 @@ def _epsilon(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from dprc_lightning.report import read_report, to_markdown
+    from dprc_lightning.report import read_report, to_html, to_markdown
 
     report = read_report(options.run_dir)
     others = [read_report(folder) for folder in options.compare]
     if options.format == "json":
         print(json.dumps({"report": report, "compare": others} if others else report, indent=2, sort_keys=True))
     else:
-        print(to_markdown(report, others))
+        print(to_markdown(report, others) if options.format == "md" else to_html(report, others))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from dprc_lightning.export import export
+
+    export(
+        options.run_dir,
+        options.out,
+        checkpoint=options.checkpoint,
+        adapter_only=options.adapter_only,
+        merge=options.merge,
+    )
+    print(f"{options.out}: exported; its README.md carries the privacy statement")
     return 0
 
 
@@ -166,6 +215,18 @@ def _bench_step(options: argparse.Namespace) -> int:
         )
     print("peak: live tensors at one time (parameters, gradients, activations, temporaries; no optimizer)")
     print(f"{found['shape']}, {found['rounds']} rounds, {found['machine']}")
+    return 0
+
+
+def _bench_accounting(options: argparse.Namespace) -> int:
+    for name in ("steps", "rounds"):
+        if getattr(options, name) < 1:
+            raise InvalidArgumentError(f"--{name}", getattr(options, name), "expected an integer >= 1")
+    from dprc_lightning.accounting import StepEvent
+    from dprc_lightning.bench.accounting import measure_accounting
+
+    event = StepEvent(options.noise_multiplier, options.sample_rate, options.sketch_dim)
+    _show(measure_accounting(event, options.steps, options.delta, options.rounds), options.format)
     return 0
 
 

@@ -1,15 +1,23 @@
 """The `dprc` command as a user types it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonargparse import Namespace
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from toy import ToyData, ToyModule
 
+from dprc_lightning import PerformanceConfig, PrivacyConfig
 from dprc_lightning.accounting import Ledger
 from dprc_lightning.cli import main
+from dprc_lightning.errors import DatasetError, DPRCError
+from dprc_lightning.lightning_cli import _resume_in_place
 from dprc_lightning.report import read_report
 
 MECHANISM = ["--delta", "1e-5", "--sample_rate", "0.05224", "--steps", "208", "--sketch_dim", "32"]
@@ -62,6 +70,14 @@ def test_without_a_command_it_explains_itself(capsys):
     assert "dprc fit --config" in capsys.readouterr().out
 
 
+def test_a_misspelt_command_is_answered_with_all_there_are(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["fitt"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "'fitt'" in error and all(f"'{name}'" in error for name in ("fit", "validate", "calibrate", "report"))
+
+
 def test_bench_step(capsys):
     assert main(["bench", "step", "--tokens", "16", "--records", "2", "--rounds", "1", "--format", "json"]) == 0
     rows = {row["step"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
@@ -92,6 +108,60 @@ def config(tmp_path: Path) -> str:
     path = tmp_path / "toy.yaml"
     path.write_text(TOY.format(folder=tmp_path / "runs"))
     return str(path)
+
+
+class Failing(ToyModule):
+    """Dies after some steps of each start."""
+
+    def __init__(
+        self, privacy: PrivacyConfig, performance: PerformanceConfig | None = None, fail_at: int | None = None
+    ) -> None:
+        super().__init__(privacy, performance)
+        self.fail_at = fail_at
+
+
+class WithoutItsPackage(ToyModule):
+    def __init__(self, privacy: PrivacyConfig, performance: PerformanceConfig | None = None) -> None:
+        import dprc_no_such_package  # noqa: F401
+
+
+class WithoutItsFile(ToyData):
+    def __init__(self) -> None:
+        raise DatasetError("data.path=articles.jsonl: no such file")
+
+
+class Buggy(ToyData):
+    def __init__(self) -> None:
+        int("three")
+
+
+class Terminated(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if len(self.sequences) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Impatient(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if len(self.sequences) == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> str:
+    """Runs get a version_N each."""
+    path = tmp_path / "failing.yaml"
+    text = TOY.format(folder=tmp_path / "runs").replace(', version: ""', "").replace("steps: 4", "steps: 8")
+    path.write_text(text.replace("class_path: toy.ToyModule", "class_path: test_cli.Failing"))
+    return str(path)
+
+
+def only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err
+    assert error.startswith("dprc: error: ") and error.count("\n") == 1, error
+    return error
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -137,8 +207,132 @@ class TestLightningCommands:
         assert main(["fit", "--config", config, "--trainer.strategy", "auto"]) == 2
         assert "--trainer.strategy dprc_single" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["--trainer.strategy", "dprc_sngle"], "trainer.strategy=dprc_sngle: no such strategy; use one of dprc_"),
+            (["--model", "test_cli.WithoutItsPackage"], "No module named 'dprc_no_such_package'"),
+            (["--data", "test_cli.WithoutItsFile"], "data.path=articles.jsonl: no such file"),
+            (["--ckpt_path", "runs/no.ckpt"], "--ckpt_path runs/no.ckpt: no such file; runs has no checkpoints"),
+            (
+                ["--trainer.callbacks", "lightning.pytorch.callbacks.TQDMProgressBar"],
+                "`enable_progress_bar=False` but found `TQDMProgressBar`",
+            ),
+            (["--trainer.limit_train_batches", "1.5"], "invalid value 1.5 for limit_train_batches"),
+            (
+                ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor=x", "--trainer.callbacks.mode=y"],
+                "`mode` can be min, max",
+            ),
+            (
+                ["--trainer.gradient_clip_val", "1", "--trainer.max_epochs", "2"],
+                "trainer.max_epochs=2: privacy.steps=4",
+            ),
+        ],
+    )
+    def test_what_cannot_begin_is_told_in_one_line_and_leaves_nothing(self, config, tmp_path, capsys, arguments, says):
+        assert main(["fit", "--config", config, *arguments]) == 2
+        assert says in only_line(capsys)
+        assert not (tmp_path / "runs").exists()
+
+    def test_a_checkpoint_that_is_none(self, config, tmp_path, capsys):
+        path = tmp_path / "broken.ckpt"
+        path.write_bytes(b"not a checkpoint")
+        assert main(["fit", "--config", config, "--ckpt_path", str(path)]) == 2
+        assert str(path) in capsys.readouterr().err.splitlines()[-1]
+
+    def test_a_misspelt_option(self, config, capsys):
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", "--config", config, "--privacy.epsilonn", "3"])
+        assert ended.value.code == 2
+        assert "privacy.epsilonn" in capsys.readouterr().err
+
+    def test_no_gpu(self, config, capsys, monkeypatch):
+        for kind in (CUDAAccelerator, MPSAccelerator):
+            monkeypatch.setattr(kind, "is_available", staticmethod(lambda: False))
+        for name in ("gpu", "cuda"):
+            assert main(["fit", "--config", config, "--trainer.accelerator", name]) == 2
+            assert f"trainer.accelerator={name}: there is none on this machine" in only_line(capsys)
+
+    def test_a_bug_keeps_its_traceback(self, config, failing):
+        with pytest.raises(ValueError) as caught:
+            main(["fit", "--config", config, "--data", "test_cli.Buggy"])
+        assert not isinstance(caught.value, DPRCError)
+        assert "invalid literal" in str(caught.value.__cause__)
+        with pytest.raises(RuntimeError, match="switched off"):
+            main(["fit", "--config", failing, "--model.fail_at", "1"])
+
+    def test_each_line_is_of_use(self, config, capsys):
+        assert main(["fit", "--config", config, "--trainer.enable_progress_bar", "true"]) == 0
+        said = capsys.readouterr()
+        assert said.err == ""
+        assert "Private run in" in said.out and "Training 4/4" in said.out
+        assert not any(word in said.out for word in ("GPU", "TPU", "Seed", "litlogger", "`Trainer.fit`", "max_steps"))
+
+    def test_a_resume_goes_on_in_its_own_folder(self, failing, tmp_path, capsys):
+        """Twice, with what the first start has written left as it is."""
+        versions, run = tmp_path / "runs" / "toy", tmp_path / "runs" / "toy" / "version_0"
+        resume = ["fit", "--config", failing, "--ckpt_path", str(run / "checkpoints" / "interrupted.ckpt")]
+        with pytest.raises(RuntimeError):
+            main(["fit", "--config", failing, "--model.fail_at", "3"])
+        first = (run / "config.yaml").read_text()
+        with pytest.raises(RuntimeError):
+            main([*resume, "--model.fail_at", "3"])
+        assert Ledger.open(run, read_only=True).steps == 6
+        # Refused: no settings are kept of what did not begin.
+        assert main([*resume, "--privacy.max_grad_norm", "7"]) == 2
+        assert main(resume) == 0
+        assert [folder.name for folder in versions.iterdir()] == ["version_0"]
+        assert Ledger.open(run, read_only=True).steps == read_report(run)["steps"] == 8
+        assert sorted(file.name for file in run.glob("config*.yaml")) == [
+            "config-2.yaml",
+            "config-3.yaml",
+            "config.yaml",
+        ]
+        assert (run / "config.yaml").read_text() == first
+        assert "interrupted.ckpt" in (run / "config-2.yaml").read_text()
+
+    def test_evaluation_leaves_no_folder(self, failing, tmp_path):
+        assert main(["fit", "--config", failing]) == 0
+        versions = tmp_path / "runs" / "toy"
+        (checkpoint,) = (versions / "version_0" / "checkpoints").glob("*.ckpt")
+        before = {file for file in tmp_path.rglob("*")}
+        for command in ("validate", "test"):
+            assert main([command, "--config", failing, "--ckpt_path", str(checkpoint)]) == 0
+        assert {file for file in tmp_path.rglob("*")} == before
+        assert "val/accuracy" in read_report(versions / "version_0")["metrics"]
+
+    def test_a_csv_log_survives_a_resume(self, failing, tmp_path):
+        run = tmp_path / "runs" / "toy" / "version_0"
+        text = Path(failing).read_text().replace("TensorBoardLogger", "CSVLogger")
+        Path(failing).write_text(f"{text}  log_every_n_steps: 1\n")
+        with pytest.raises(RuntimeError):
+            main(["fit", "--config", failing, "--model.fail_at", "3"])
+        first = (run / "metrics.csv").read_text()
+        assert main(["fit", "--config", failing, "--ckpt_path", str(run / "checkpoints" / "interrupted.ckpt")]) == 0
+        assert (run / "metrics-1.csv").read_text() == first != (run / "metrics.csv").read_text()
+
+    def test_sigterm(self, config, tmp_path, capsys):
+        assert main(["fit", "--config", config, "--model", "test_cli.Terminated"]) == 128 + signal.SIGTERM
+        last = capsys.readouterr().err.splitlines()[-1]
+        checkpoint = tmp_path / "runs" / "toy" / "checkpoints" / "interrupted.ckpt"
+        done = Ledger.open(tmp_path / "runs" / "toy", read_only=True).steps
+        assert last == f"dprc: interrupted after step {done} of 4; resume with --ckpt_path {checkpoint}" and done < 4
+        assert checkpoint.exists()
+
+    def test_ctrl_c_within_a_step(self, config, tmp_path, capsys):
+        """At once, as after a second Ctrl-C; Lightning would end with status 1."""
+        before = signal.getsignal(signal.SIGINT)
+        try:
+            assert main(["fit", "--config", config, "--model", "test_cli.Impatient"]) == 130
+        finally:
+            # Lightning leaves it ignored.
+            signal.signal(signal.SIGINT, before)
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("dprc: interrupted after step 2 of 4; resume with --ckpt_path ")
+        assert Path(last.split()[-1]).exists()
+
     def test_ctrl_c_in_the_middle(self, config, tmp_path):
-        """The report and the ledger tell what was done; nothing but the step under way is lost."""
+        """The report and the ledger tell what was done; nothing is lost, and a shell sees why it ended."""
         run = tmp_path / "runs" / "toy"
         program = "import signal, sys, toy, time; from dprc_lightning.cli import main\n"
         # A shell gives its background jobs an ignored SIGINT, and what runs the tests may be one.
@@ -160,9 +354,70 @@ class TestLightningCommands:
                 break
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=120)
-        assert child.returncode != 0, errors
-        report = read_report(run)
-        assert report["status"] == "stopped by KeyboardInterrupt"
+        assert child.returncode == 130, errors
         with Ledger.open(run) as ledger:  # the lock is free
-            assert 1 <= ledger.steps == report["steps"] < 200
-        assert report["epsilon"]["upper"] > 0
+            steps = ledger.steps
+        assert 1 <= steps == read_report(run)["steps"] < 200
+        last = errors.strip().splitlines()[-1]
+        assert last.startswith(f"dprc: interrupted after step {steps} of 200; resume with --ckpt_path ")
+        assert Path(last.split()[-1]).exists()
+
+
+class TestWhereAResumeGoes:
+    """The settings alone: which folder they name."""
+
+    def settings(self, folder: Path, **logger: str | None) -> Namespace:
+        values = Namespace(**({"save_dir": str(folder), "name": "toy", "version": None} | logger))
+        path = "lightning.pytorch.loggers.TensorBoardLogger"
+        return Namespace(logger=Namespace(class_path=path, init_args=values), default_root_dir=None)
+
+    def checkpoint(self, run: Path) -> Path:
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "ledger.jsonl").touch()
+        (run / "checkpoints" / "x.ckpt").touch()
+        return run / "checkpoints" / "x.ckpt"
+
+    def place(self, trainer: Namespace) -> Path:
+        values = trainer.logger.init_args
+        return Path(values.save_dir, values.name, values.version or "version_new")
+
+    @pytest.mark.parametrize("name", ["version_3", "mine"])
+    def test_into_its_own_folder(self, tmp_path, name):
+        trainer = self.settings(tmp_path)
+        _resume_in_place(trainer, self.checkpoint(tmp_path / "toy" / name))
+        assert self.place(trainer) == tmp_path / "toy" / name
+
+    def test_of_several_loggers_the_first_decides(self, tmp_path):
+        trainer = self.settings(tmp_path)
+        other = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace(save_dir="elsewhere"))
+        trainer.logger = [trainer.logger, other]
+        _resume_in_place(trainer, self.checkpoint(tmp_path / "toy" / "version_0"))
+        assert trainer.logger[0].init_args.version == "version_0" and trainer.logger[1] == other
+
+    def test_a_folder_that_is_named_is_meant(self, tmp_path):
+        checkpoint = self.checkpoint(tmp_path / "toy" / "version_0")
+        for trainer in (self.settings(tmp_path, version="fork"), self.settings(tmp_path, name="fork")):
+            before = trainer.clone()
+            _resume_in_place(trainer, checkpoint)
+            assert trainer == before
+
+    def test_the_trainers_default_logger(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        trainer = Namespace(logger=None, default_root_dir=None)
+        _resume_in_place(trainer, self.checkpoint(tmp_path / "lightning_logs" / "version_2"))
+        assert self.place(trainer) == tmp_path / "lightning_logs" / "version_2"
+
+    def test_no_logger(self, tmp_path):
+        checkpoint = self.checkpoint(tmp_path / "run")
+        for given, used in ((None, str(tmp_path / "run")), ("elsewhere", "elsewhere")):
+            trainer = Namespace(logger=False, default_root_dir=given)
+            _resume_in_place(trainer, checkpoint)
+            assert trainer.default_root_dir == used
+
+    def test_a_checkpoint_of_no_run(self, tmp_path):
+        checkpoint = self.checkpoint(tmp_path / "toy" / "version_0")
+        (tmp_path / "toy" / "version_0" / "ledger.jsonl").unlink()
+        trainer = self.settings(tmp_path)
+        before = trainer.clone()
+        _resume_in_place(trainer, checkpoint)
+        assert trainer == before
