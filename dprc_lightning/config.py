@@ -4,7 +4,8 @@ No setting of PerformanceConfig changes the guarantee, and no setting of Privacy
 """
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from dprc_lightning.errors import ConfigurationError
@@ -12,7 +13,9 @@ from dprc_lightning.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """The mechanism: DP-SGD with randomized clipping under Poisson sampling, add/remove one record.
+    """The mechanism: DP-SGD with randomized clipping under Poisson sampling, add/remove one unit of privacy.
+
+    The unit is one record, or all records of one person (`group_column`).
 
     Args:
         delta: What the probabilities with and without a record may differ by beyond the factor exp(epsilon); at most
@@ -22,7 +25,13 @@ class PrivacyConfig:
         sample_rate: q, probability of each record to be in a logical batch. Give this OR expected_batch_size.
         expected_batch_size: q times the number of training records.
         steps: Number of logical steps. Give this OR epochs.
-        epochs: Expected number of times a record is used; steps = ceil(epochs / q).
+        epochs: Expected number of times a record (with group_column: a group) is used; steps = ceil(epochs / q).
+        crash_allowance: How many steps may be lost to crashes on top of `steps`: begun and counted, but in no
+            checkpoint. The noise is calibrated for steps + crash_allowance, so that the run can still make all its
+            steps; without it a lost step makes the training one step shorter.
+        group_column: The column of the training set that tells whose a record is. The unit of privacy is then all
+            records of one value of it: groups are sampled instead of records, and a group that is drawn takes part with
+            one of its records, drawn anew in each step from a secret stream. N is then the number of groups.
         max_grad_norm: C, the clipping threshold.
         estimator: How per-record norms are had: hutchinson, exact, or auto (small matrices, such as LoRA's, exactly).
         sketch_dim: k, columns of the projection. More cost more memory and time and need less noise.
@@ -49,6 +58,8 @@ class PrivacyConfig:
     expected_batch_size: float | None = None
     steps: int | None = None
     epochs: float | None = None
+    crash_allowance: int = 0
+    group_column: str | None = None
     max_grad_norm: float = 1.0
     estimator: Literal["auto", "exact", "hutchinson"] = "auto"
     sketch_dim: int = 32
@@ -63,14 +74,21 @@ class PrivacyConfig:
     baseline_without_privacy: bool = False
 
     def resolve(
-        self, num_records: int, sketch_dim: int | None, *, default_norm_slack: float = 0.0
+        self,
+        num_records: int,
+        sketch_dim: int | None,
+        *,
+        default_norm_slack: float = 0.0,
+        calibrated: float | None = None,
     ) -> "ResolvedPrivacy":
         """Find every contradiction, then fix the numbers of the run.
 
         Args:
-            num_records: N, the declared number of training records. It is treated as public.
+            num_records: N, the declared number of training records (groups, with group_column). It is public.
             sketch_dim: k of the sketches that the attached model really uses; None if every norm is exact.
             default_norm_slack: What norm_slack is where it is not given: it depends on the precision.
+            calibrated: The noise multiplier for the target epsilon, if it is known already: a resumed run goes on with
+                the one that it began with.
 
         Returns:
             The mechanism that the run will use.
@@ -85,16 +103,17 @@ class PrivacyConfig:
         steps = self.steps if self.steps is not None else math.ceil(_given(self.epochs) / rate)
         sigma = 0.0
         if not self.baseline_without_privacy:
-            sigma = (
-                self.noise_multiplier if self.noise_multiplier is not None else self._calibrate(rate, steps, sketch_dim)
-            )
+            known = calibrated if self.noise_multiplier is None else self.noise_multiplier
+            sigma = self._calibrate(rate, steps + self.crash_allowance, sketch_dim) if known is None else known
         return ResolvedPrivacy(
             noise_multiplier=sigma,
             max_grad_norm=self.max_grad_norm,
             sample_rate=rate,
             steps=steps,
+            crash_allowance=self.crash_allowance,
             delta=self.delta,
             num_records=num_records,
+            group_column=self.group_column,
             expected_batch_size=rate * num_records,
             estimator=self.estimator,
             sketch_dim=sketch_dim,
@@ -140,10 +159,12 @@ class PrivacyConfig:
                 found.append(f"privacy.{name}={value}: expected a finite value > 0 (at least 1e-12)")
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
             found.append(f"privacy.sample_rate={self.sample_rate}: expected a value in (0, 1]")
-        if self.steps is not None and self.steps < 1:
-            found.append(f"privacy.steps={self.steps}: expected an integer >= 1")
-        if self.sketch_dim < 1:
-            found.append(f"privacy.sketch_dim={self.sketch_dim}: expected an integer >= 1")
+        for name, least in (("steps", 1), ("sketch_dim", 1), ("crash_allowance", 0)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                found.append(f"privacy.{name}={value}: expected an integer >= {least}")
+        if self.group_column is not None and not self.group_column:
+            found.append("privacy.group_column='': expected the name of a column, or null for records as units")
         if self.norm_slack is not None and not 0 <= self.norm_slack < 1:
             found.append(f"privacy.norm_slack={self.norm_slack}: expected a value in [0, 1)")
         if num_records < 1:
@@ -170,9 +191,11 @@ class ResolvedPrivacy:
         noise_multiplier: sigma; 0 in a baseline without privacy.
         max_grad_norm: C.
         sample_rate: q.
-        steps: Logical steps of the whole run.
+        steps: Logical steps of the whole run that reach the parameters.
+        crash_allowance: Further steps that may be begun, lost and counted.
         delta: As asked for.
-        num_records: N.
+        num_records: N, the number of units of privacy: records, or groups with `group_column`.
+        group_column: Whose a record is; None if the unit of privacy is the record.
         expected_batch_size: q * N, the constant that gradients are divided by. Never the realised batch size.
         estimator: How norms are had.
         sketch_dim: k, None if every norm is exact.
@@ -187,8 +210,10 @@ class ResolvedPrivacy:
     max_grad_norm: float
     sample_rate: float
     steps: int
+    crash_allowance: int
     delta: float
     num_records: int
+    group_column: str | None
     expected_batch_size: float
     estimator: str
     sketch_dim: int | None
@@ -204,6 +229,11 @@ class ResolvedPrivacy:
         return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
 
     @property
+    def budget(self) -> int:
+        """Steps that may ever be begun: what the noise is calibrated for."""
+        return self.steps + self.crash_allowance
+
+    @property
     def steps_per_epoch(self) -> int:
         """Logical steps of one epoch, ceil(1 / q)."""
         return math.ceil(1 / self.sample_rate)
@@ -211,6 +241,20 @@ class ResolvedPrivacy:
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ResolvedPrivacy":
+        """Read what `to_dict` wrote.
+
+        Args:
+            values: As they stand in a ledger.
+
+        Returns:
+            The mechanism.
+        """
+        names = {field.name for field in fields(cls)}
+        # A ledger of an earlier release has fewer of them.
+        return cls(**{"crash_allowance": 0, "group_column": None} | {k: v for k, v in values.items() if k in names})
 
 
 @dataclass(frozen=True)
@@ -221,11 +265,14 @@ class PerformanceConfig:
         physical_batch_size: Most records in one micro-batch.
         max_tokens: Most tokens in one micro-batch, padding included; a longer record gets one of its own.
         num_workers: Processes that prepare batches ahead; 0 prepares them in the training process.
+        reserve_steps: How many steps to write into the ledger at once. More than one saves waiting for a slow disk
+            (NFS, Lustre) at each step; a killed run may then count that many steps, less one, that it never made.
     """
 
     physical_batch_size: int | None = 32
     max_tokens: int | None = None
     num_workers: int = 0
+    reserve_steps: int = 1
 
     def problems(self) -> list[str]:
         """Everything that is wrong with these settings.
@@ -240,6 +287,8 @@ class PerformanceConfig:
                 found.append(f"performance.{name}={value}: expected an integer >= 1")
         if self.physical_batch_size is None and self.max_tokens is None:
             found.append("performance.physical_batch_size or performance.max_tokens: neither is set; give one or both")
+        if self.reserve_steps < 1:
+            found.append(f"performance.reserve_steps={self.reserve_steps}: expected an integer >= 1")
         if self.num_workers < 0:
             found.append(f"performance.num_workers={self.num_workers}: expected an integer >= 0")
         return found

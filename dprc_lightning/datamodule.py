@@ -1,17 +1,20 @@
 """Logical batches as Lightning wants them: one item of the train loader is one whole logical batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from dprc_lightning.config import PerformanceConfig
-from dprc_lightning.dropout import secret_dropout
+from dprc_lightning.config import PerformanceConfig, PrivacyConfig
+from dprc_lightning.dropout import preserved_randomness, secret_dropout
 from dprc_lightning.errors import ConfigurationError, DatasetError
 from dprc_lightning.keys import Domain, RunSecret
 from dprc_lightning.run import PrivateRun
-from dprc_lightning.sampling import PoissonBatchSampler, split_batch
+from dprc_lightning.sampling import Groups, PoissonBatchSampler, owners_of, split_batch
+from dprc_lightning.timing import StepClock
 
 Collate = Callable[[list[Any]], Any]
 
@@ -33,7 +36,7 @@ class LogicalBatch:
 
     Args:
         sequence: The ledger's number of the step that it is for.
-        micro_batches: Collated micro-batches; none if no record was drawn, and then the step is noise alone.
+        micro_batches: Collated micro-batches of this rank; none if no record of its was drawn.
         counts: Records of each.
     """
 
@@ -52,6 +55,9 @@ class LogicalBatches(Dataset[LogicalBatch]):
         sampler: Which records belong to which number.
         performance: How to cut.
         secret: Its augmentation stream is under the data set's random draws, for each sequence number anew.
+        groups: Whose the records are, if groups are sampled.
+        rank: This process.
+        world_size: How many processes share the logical batch.
     """
 
     def __init__(
@@ -61,15 +67,37 @@ class LogicalBatches(Dataset[LogicalBatch]):
         sampler: PoissonBatchSampler,
         performance: PerformanceConfig,
         secret: RunSecret,
+        groups: Groups | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self._dataset = dataset
         self._secret = secret
         self._collate = collate
         self._sampler = sampler
         self._performance = performance
+        self._groups = groups
+        self._rank, self._world_size = rank, world_size
+
+    def records(self, sequence: int) -> np.ndarray:
+        """The records of a step that this rank computes.
+
+        Guarantee: every rank draws the same logical batch, and each of its records is on exactly one rank. Which one
+        depends on the other records drawn, and changes nothing: the clipped gradients are summed.
+
+        Args:
+            sequence: The ledger's number of the step.
+
+        Returns:
+            Record indices, int64.
+        """
+        drawn = self._sampler.batch(sequence)[self._rank :: self._world_size]
+        if self._groups is None:
+            return drawn
+        return self._groups.pick(drawn, self._secret.subkey(Domain.GROUP_RECORD), sequence)
 
     def __getitem__(self, sequence: int) -> LogicalBatch:
-        indices = self._sampler.batch(sequence)
+        indices = self.records(sequence)
         max_tokens = self._performance.max_tokens
         lengths = None if max_tokens is None else record_lengths(self._dataset, indices.tolist())
         parts = split_batch(
@@ -78,7 +106,7 @@ class LogicalBatches(Dataset[LogicalBatch]):
             max_tokens=max_tokens,
             lengths=lengths,
         )
-        with secret_dropout(self._secret.subkey(Domain.AUGMENTATION, sequence)):
+        with secret_dropout(self._secret.subkey(Domain.AUGMENTATION, sequence, self._rank)):
             collated = [self._collate([self._dataset[i] for i in part.tolist()]) for part in parts]
         return LogicalBatch(sequence, collated, [len(part) for part in parts])
 
@@ -114,6 +142,24 @@ def record_lengths(dataset: SizedDataset, indices: Sequence[int]) -> list[int]:
     return found
 
 
+def _without_content(batch: Any, name: str = "") -> Any:
+    """The same shapes without what is in them. Masks and lengths tell no more than the shape, and zeros may be bad."""
+    if isinstance(batch, torch.Tensor):
+        return batch if "mask" in name or "length" in name else torch.zeros_like(batch)
+    if isinstance(batch, Mapping):
+        return {key: _without_content(value, str(key)) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_without_content(value) for value in batch]
+    if isinstance(batch, str):
+        return ""
+    if batch is None or isinstance(batch, int | float):
+        return batch
+    raise ConfigurationError([
+        f"DPRCDataModule.dummy_record: not written, and a {type(batch).__name__} in a batch cannot be emptied; return "
+        "a record with nothing real in it, for ranks that have none of their own"
+    ])
+
+
 class _SequenceSampler(Sampler[int]):
     """The numbers of the next epoch's steps, starting at the ledger's next one."""
 
@@ -128,17 +174,51 @@ class _SequenceSampler(Sampler[int]):
         return self._run.resolved.steps_per_epoch
 
 
+class TrainLoader:
+    """The logical batches of an epoch. No DataLoader itself: Lightning would share out its steps among the ranks.
+
+    Args:
+        loader: Makes them.
+        clock: Told how long the step had to wait for each.
+    """
+
+    def __init__(self, loader: DataLoader, clock: StepClock) -> None:
+        self._loader = loader
+        self._clock = clock
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        return self._clock.waiting(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the ledger's number tells which batch is next. Lightning takes a loader with it for resumable."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+
+
 class DPRCDataModule(pl.LightningDataModule):
     """Write `train_dataset` and, where the default does not fit, `collate_fn`; the library builds the Poisson loader.
 
     One record of `train_dataset` is the unit of privacy: one document, say. If a person has several, the guarantee is
-    for each of them, not for the person.
+    for each of them, not for the person, unless ``privacy.group_column`` names the column that tells whose it is.
 
     Attributes:
         eval_batch_size: Records per batch in validation, test and prediction.
     """
 
     eval_batch_size: int = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups: dict[str, Groups] = {}
 
     def train_dataset(self) -> SizedDataset:
         """The private records, map-style. Their number is declared public.
@@ -171,7 +251,56 @@ class DPRCDataModule(pl.LightningDataModule):
         """
         return default_collate(records)
 
-    def train_dataloader(self) -> DataLoader:
+    def dummy_record(self) -> Any:
+        """A record like those of `train_dataset`, with nothing real in it, for ranks that have none of their own.
+
+        Override it where the default does not fit. A dummy has weight 0: it costs a forward and changes nothing.
+
+        Returns:
+            A record; None, the default: the shape of the first training record, all zeros but for masks and lengths.
+        """
+        return None
+
+    def dummy_batch(self) -> Any:
+        """A collated batch of one dummy record.
+
+        Returns:
+            What `collate_fn` returns.
+        """
+        record = self.dummy_record()
+        if record is not None:
+            return self.collate_fn([record])
+        with preserved_randomness():
+            return _without_content(self.collate_fn([self.train_dataset()[0]]))
+
+    def num_units(self, privacy: PrivacyConfig) -> int:
+        """N: how many units of privacy the training set has.
+
+        Args:
+            privacy: Tells what the unit is.
+
+        Returns:
+            The number of records, or of groups.
+        """
+        groups = self.groups(privacy.group_column)
+        return len(self.train_dataset()) if groups is None else len(groups)
+
+    def groups(self, column: str | None) -> Groups | None:
+        """Whose the training records are.
+
+        Args:
+            column: ``privacy.group_column``.
+
+        Returns:
+            The groups; None if every record is a unit of its own.
+        """
+        if column is None:
+            return None
+        if column not in self._groups:
+            self._groups[column] = Groups(owners_of(self.train_dataset(), column))
+        return self._groups[column]
+
+    def train_dataloader(self) -> "TrainLoader":
         """One item per logical step; an epoch has ceil(1 / sample_rate) of them.
 
         Returns:
@@ -187,9 +316,18 @@ class DPRCDataModule(pl.LightningDataModule):
                 "DPRCDataModule: its train loader works with a DPRCModule under trainer.fit only"
             ])
         performance: PerformanceConfig = module.performance
-        batches = LogicalBatches(self.train_dataset(), self.collate_fn, run.sampler(), performance, run.secret)
+        batches = LogicalBatches(
+            self.train_dataset(),
+            self.collate_fn,
+            run.sampler(),
+            performance,
+            run.secret,
+            groups=self.groups(run.resolved.group_column),
+            rank=module.global_rank,
+            world_size=module.trainer.world_size,
+        )
         workers = performance.num_workers
-        return DataLoader(
+        loader = DataLoader(
             batches,
             batch_size=None,
             sampler=_SequenceSampler(run),
@@ -197,6 +335,7 @@ class DPRCDataModule(pl.LightningDataModule):
             # The sampler holds the sampling key and refuses to be pickled; a forked worker inherits it.
             multiprocessing_context="fork" if workers else None,
         )
+        return TrainLoader(loader, module.clock)
 
     def val_dataloader(self) -> DataLoader | list:
         """The validation loader; none if there is no validation set."""

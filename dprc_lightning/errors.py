@@ -53,6 +53,18 @@ class SecretError(DPRCError):
     """The run secret is missing, unreadable, or readable by others."""
 
 
+class CheckpointError(DPRCError):
+    """A checkpoint cannot be written, is missing or damaged, or holds what could run code when it is loaded."""
+
+
+class ReportError(DPRCError):
+    """A run's report is missing or damaged, and cannot be made again."""
+
+
+class ExportError(DPRCError):
+    """A run's model cannot be exported as asked."""
+
+
 class UnsupportedModuleError(DPRCError, TypeError):
     """A trainable parameter, module or mode for which per-record gradient norms are not implemented."""
 
@@ -87,3 +99,25 @@ class UnprotectedStrategyError(DPRCError, TypeError):
 
 class DatasetError(DPRCError, ValueError):
     """A data set or model source is missing or malformed."""
+
+
+class RankZeroError(DPRCError, RuntimeError):
+    """Rank 0 stopped, so this rank does too; rank 0's own message says why."""
+
+
+class InterruptedRun(SystemExit):
+    """A signal ended a run after a whole step; everything is saved. A script ends with status 128 + signal.
+
+    Not an error, and no Exception: ``except Exception`` must not go on with a model that is half trained.
+
+    Args:
+        signal: Its number.
+        message: One line: after which step, and how to go on.
+    """
+
+    def __init__(self, signal: int, message: str) -> None:
+        super().__init__(128 + signal)
+        self.signal, self.message = signal, message
+
+    def __str__(self) -> str:
+        return self.message

@@ -16,6 +16,7 @@ run secret            never
 sampling key          never: who knows which records were drawn has no amplification by sampling left to face
 dropout key           never: known masks by batch position let one record change the others' gradients
 augmentation key      never: likewise
+group-record key      never: which of a person's records was drawn is as secret as whether one was
 fingerprint key       never: a fingerprint whose key is known confirms a suspected record
 noise state           never, and it is nowhere on disk
 projection, one step  only after that step's noised sum is fixed
@@ -31,6 +32,7 @@ import errno
 import hashlib
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,6 +62,7 @@ class Domain(enum.Enum):
     PROJECTION = "projection"
     DROPOUT = "dropout"
     AUGMENTATION = "augmentation"
+    GROUP_RECORD = "group-record"
     DATA_FINGERPRINT = "data-fingerprint"
 
 
@@ -264,6 +267,25 @@ class RunSecret:
         return cls(key)
 
     @classmethod
+    def replicated(cls, secret: "RunSecret | None", broadcast: Callable[[bytes | None], bytes | None]) -> "RunSecret":
+        """The secret of rank 0 on every rank of a run.
+
+        The key crosses the network as it is: the processes of a run, and what lies between them, are trusted.
+
+        Args:
+            secret: On rank 0 the secret, None elsewhere.
+            broadcast: Takes rank 0's value and returns it on every rank; a collective.
+
+        Returns:
+            The same secret everywhere.
+        """
+        key = broadcast(None if secret is None else secret.__key)
+        if secret is not None:
+            return secret
+        assert key is not None, "rank 0 has the secret"
+        return cls(key)
+
+    @classmethod
     def for_testing(cls, seed: int) -> "RunSecret":
         """Return a known secret. Tests only: whatever is released under it is NOT PRIVATE.
 
@@ -299,6 +321,19 @@ class RunSecret:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise SecretError("the run secret cannot be pickled or copied: load it from the run folder where it is needed")
+
+
+def secret_identity(folder: str | os.PathLike[str]) -> dict[str, int]:
+    """What tells the secret's own file from a copy: a copied run folder must not draw the same batches as its original.
+
+    Args:
+        folder: The run folder.
+
+    Returns:
+        Inode and time of writing, in seconds because some network file systems keep no more. Neither is secret.
+    """
+    status = os.stat(Path(folder) / SECRET_NAME)
+    return {"inode": status.st_ino, "written": int(status.st_mtime)}
 
 
 def fsync_directory(folder: str | os.PathLike[str]) -> None:

@@ -8,28 +8,25 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from dprc_lightning.callbacks import PrivacyReport
+from dprc_lightning import preflight
+from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger
+from dprc_lightning.callbacks import GracefulStop, PrivacyReport
+from dprc_lightning.callbacks.step_log import log_step
 from dprc_lightning.clipping import ClippingHandle, attach
 from dprc_lightning.clipping.isolation import check_isolation
-from dprc_lightning.clipping.two_pass import HALF_NORM_SLACK, matmul_precision
+from dprc_lightning.clipping.two_pass import HALF_NORM_SLACK
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
 from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
-from dprc_lightning.diagnostics import StepStatistics
+from dprc_lightning.diagnostics import StepStatistics, count_tokens
 from dprc_lightning.dropout import secret_dropout
-from dprc_lightning.errors import (
-    ConfigurationError,
-    LedgerError,
-    LossShapeError,
-    StepOrderError,
-    UnprotectedStrategyError,
-)
-from dprc_lightning.keys import Domain
-from dprc_lightning.run import PrivateRun, open_secret, refuse_used_folder, resume_ledger, start_ledger
+from dprc_lightning.errors import ConfigurationError, LossShapeError, StepOrderError
+from dprc_lightning.keys import Domain, RunSecret
+from dprc_lightning.resume import Origin, open_ledger, open_secret
+from dprc_lightning.run import PrivateRun, passing_secret, run_folder
 from dprc_lightning.strategies import PrivateStrategy
 from dprc_lightning.timing import StepClock
 
 CHECKPOINT_KEY = "dprc_lightning"
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 
 class DPRCModule(pl.LightningModule):
@@ -56,8 +53,16 @@ class DPRCModule(pl.LightningModule):
         self.private_run: PrivateRun | None = None
         self.clock = StepClock()
         self._isolation_checked = False
+        self._dummy_batch: Any = None
+        self._ledger_is_new = False
         self.dropped_records = 0
         """Records of this run whose norm was not finite; private data."""
+        self.updating = False
+        """Whether an update is under way."""
+        self.stop_signal: int | None = None
+        """The signal that asked this process to stop after its step."""
+        self.stop_agreed: int | None = None
+        """The signal on which all ranks agreed: the step at hand is the last one."""
         self._resumed_from: dict[str, Any] | None = None
 
     def per_sample_loss(self, batch: Any) -> Tensor:
@@ -77,41 +82,74 @@ class DPRCModule(pl.LightningModule):
         """One logical step. Not to be overridden.
 
         Args:
-            batch: One logical batch.
+            batch: One logical batch: this rank's records of it.
             batch_idx: Unused: steps are counted by the ledger.
         """
         run, strategy = self._running()
-        self._begin_step(batch)
+        total = self._begin_step(batch)
         statistics = StepStatistics(private=self.handle is not None)
         with secret_dropout(run.secret.subkey(Domain.DROPOUT, batch.sequence, self.global_rank), self.device):
-            for index, cpu_micro_batch in enumerate(batch.micro_batches):
-                micro_batch = self.transfer_batch_to_device(cpu_micro_batch, self.device, 0)
-                micro_batch = self.trainer.precision_plugin.convert_input(micro_batch)
+            for index in range(total):
+                own = index < len(batch.micro_batches)
+                collated = batch.micro_batches[index] if own else self._dummy()
+                micro_batch = self._on_device(collated)
                 self._check_isolation(micro_batch, strategy)
-                with strategy.micro_batch(last=index == len(batch.micro_batches) - 1):
-                    losses = self._losses(micro_batch, batch.counts[index])
+                with strategy.micro_batch(last=index == total - 1):
+                    losses = self._losses(micro_batch, batch.counts[index] if own else 1)
                     norms = self._norms(losses, strategy)
-                    self._clipped_backward(losses, norms)
-                self.dropped_records += self.handle.dropped if self.handle else 0
-                statistics.add(losses, norms, self.handle.clip_factors if self.handle else None)
-        self._noisy_update()
+                    self._clipped_backward(losses, norms, None if own else torch.zeros_like(losses))
+                if own:
+                    factors = self.handle.clip_factors if self.handle else None
+                    statistics.add(losses, norms, factors, tokens=count_tokens(collated))
+        self._noisy_update(batch.sequence)
         self._log(statistics)
 
-    def _begin_step(self, batch: LogicalBatch) -> None:
-        """Step 1: the ledger first, then the step's projection, then the leave to make one noised update."""
+    def _begin_step(self, batch: LogicalBatch) -> int:
+        """Step 1: the ledger first, then what the ranks must agree on, then the step's projection and leave to update.
+
+        Guarantee: on rank 0 the step is on disk before the collective in which it takes part, and no rank gets past
+        that collective without it. After it all ranks are known to be at the same step, with the same batch.
+
+        Returns:
+            How many micro-batches each rank runs: the most that one of them needs. Ranks with fewer run dummies, so
+            that all take part in every collective of the engine; with no record on any rank, none.
+
+        Raises:
+            StepOrderError: The ranks, or loader and ledger, are at different steps.
+        """
         run, strategy = self._running()
         self.clock.start_step()
         sequence = run.begin_step()
-        if batch.sequence != sequence:
+        with self.clock.phase("reduce"):
+            latest, earliest, total, stop = strategy.max_over_ranks(
+                # Rank 0 tells the ledger's number, the others their loader's; the signal's number, if one came.
+                [*_both_ways(sequence, batch.sequence), len(batch.micro_batches), self.stop_signal or 0]
+            )
+        if latest != -earliest:
             raise StepOrderError(
                 f"the loader gave the batch of step {batch.sequence} but the ledger is at step {sequence}: "
-                "the train loader must be DPRCDataModule's own"
+                "the train loader must be DPRCDataModule's own, and every rank at the same step"
             )
+        self.stop_agreed = stop or None
         if self.handle is not None:
             self.handle.begin_step(sequence)
         # Whatever a callback left behind is not clipped.
         self.optimizers().zero_grad()  # type: ignore[union-attr]
-        strategy.noise_hook.arm(run.resolved.noise_std, self.protected_parameters())
+        protected = self.protected_parameters()
+        strategy.check_step(protected)
+        strategy.noise_hook.arm(run.resolved.noise_std, protected, sequence, lambda: self.clock.phase("noise"))
+        return total
+
+    def _on_device(self, micro_batch: Any) -> Any:
+        moved = self.transfer_batch_to_device(micro_batch, self.device, 0)
+        return self.trainer.precision_plugin.convert_input(moved)
+
+    def _dummy(self) -> Any:
+        """A micro-batch without content, for a rank that has no more records of its own; weight 0."""
+        if self._dummy_batch is None:
+            datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            self._dummy_batch = datamodule.dummy_batch()
+        return self._dummy_batch
 
     def _check_isolation(self, micro_batch: Any, strategy: PrivateStrategy) -> None:
         """In the first micro-batch with two records that differ, under the step's own projection and dropout masks."""
@@ -147,58 +185,63 @@ class DPRCModule(pl.LightningModule):
         with self.clock.phase("norm_pass"), strategy.norm_pass():
             return self.handle.norms(losses)
 
-    def _clipped_backward(self, losses: Tensor, norms: Tensor | None) -> None:
+    def _clipped_backward(self, losses: Tensor, norms: Tensor | None, weights: Tensor | None) -> None:
         """Step 4: the second backward, of the clipped gradients, through the engine's own."""
         run, _ = self._running()
         # Every engine averages over ranks; E[B] is a constant of the whole run.
         scale = self.trainer.world_size / run.resolved.expected_batch_size
         with self.clock.phase("clipped_backward"):
             if self.handle is None:
-                self.manual_backward(losses.sum() * scale)
+                weighted = losses if weights is None else losses * weights
+                self.manual_backward(weighted.sum() * scale)
                 return
             self.handle.clipped_backward(
                 losses,
                 max_grad_norm=run.resolved.max_grad_norm,
                 norms=norms,
+                weights=weights,
                 scale=scale,
                 backward=self.manual_backward,
             )
 
-    def _noisy_update(self) -> None:
+    def _noisy_update(self, sequence: int) -> None:
         """Step 5: the optimizer step, before which the strategy's hook adds the noise; then the scheduler."""
-        _, strategy = self._running()
+        run, strategy = self._running()
         optimizer = self.optimizers()
-        with self.clock.phase("noise_and_optimizer"):
+        # From here to the end the parameters may be between two steps: no checkpoint is taken of them.
+        self.updating = True
+        with self.clock.phase("optimizer"):
             optimizer.step()  # type: ignore[union-attr]
             strategy.noise_hook.finish()
             optimizer.zero_grad()  # type: ignore[union-attr]
         schedulers = self.lr_schedulers() or []
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             scheduler.step()  # type: ignore[call-arg]
+        run.step_applied()
+        self.updating = False
         self.clock.end_step()
 
     def _log(self, statistics: StepStatistics) -> None:
         """Diagnostics from private data, without noise: outside of the guarantee, and named so in the report."""
-        if self.privacy.log_unprotected:
-            # batch_size only weighs epoch means, of which there are none; the realised one is private.
-            self.log_dict(statistics.means(), prog_bar=True, on_step=True, batch_size=1)
+        _, strategy = self._running()
+        figures = log_step(self, statistics, strategy.sum_over_ranks)
+        self.dropped_records += int(figures.get("clip/dropped", 0))
 
     # Set-up and end -------------------------------------------------------------------------------------------------
 
-    def setup(self, stage: str) -> None:
-        """Refuse to fit under a strategy that adds no noise. Call it from an override.
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """The library's own callbacks; and the first look at the settings. Call it from an override.
 
-        Args:
-            stage: Lightning's name of what begins.
+        Lightning asks before it checks the trainer's settings in its own words, and before each of fit, validate, test.
 
-        Raises:
-            UnprotectedStrategyError: The strategy is none of ours.
+        Returns:
+            Those that the trainer does not have yet.
         """
-        if stage == "fit" and not isinstance(self.trainer.strategy, PrivateStrategy):
-            raise UnprotectedStrategyError(
-                f"trainer.strategy={type(self.trainer.strategy).__name__}: it adds no noise; "
-                "use one of ours, such as --trainer.strategy dprc_single"
-            )
+        if self.trainer.state.fn == "fit":
+            preflight.check(self.trainer, self, getattr(self.trainer, "datamodule", None))
+            preflight.warn(self.trainer, self)
+        known = [type(callback) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
+        return [kind() for kind in (PrivacyReport, GracefulStop) if kind not in known]
 
     def prepare_privacy(self) -> None:
         """Called by the strategy before it wraps the model: check everything, instrument, open the ledger.
@@ -206,50 +249,77 @@ class DPRCModule(pl.LightningModule):
         Raises:
             ConfigurationError: All problems together.
         """
-        num_records = self._check()
-        self.clock = StepClock()
-        self._isolation_checked = not self.privacy.check_isolation
-        self.dropped_records = 0
-        # A refused second fit must not rewrite the report of the first.
-        self.private_run = None
+        trainer, strategy = self.trainer, self.trainer.strategy
+        assert isinstance(strategy, PrivateStrategy)
+        preflight.check(trainer, self, getattr(trainer, "datamodule", None), data_is_ready=True)
+        datamodule: DPRCDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        num_records = datamodule.num_units(self.privacy)
+        self._reset()
+        if trainer.world_size > 1:
+            self._dummy()
         private = not self.privacy.baseline_without_privacy
-        resuming = self.trainer.ckpt_path is not None
-        folder = self._run_folder(resuming)
-        if not resuming:
-            refuse_used_folder(folder)
-        secret = open_secret(folder, private=private)
-        if private:
-            self.handle = attach(
-                self,
-                estimator=self.privacy.estimator,
-                sketch_dim=self.privacy.sketch_dim,
-                projection=self.privacy.projection,
-                unused=self.privacy.unused,
-                on_nonfinite=self.privacy.on_nonfinite,
-                norm_slack=self.privacy.norm_slack,
-                check_isolation=self.privacy.check_isolation,
-                key=secret.subkey(Domain.PROJECTION),
-            )
+        remembered = self._resumed_from or {}
+        log_dir = Path(str(trainer.log_dir or trainer.default_root_dir))
+        origin = Origin.of(str(trainer.ckpt_path), remembered) if private and trainer.ckpt_path else None
+        folder = run_folder(log_dir, Path(str(trainer.ckpt_path)) if trainer.ckpt_path else None)
+        own = strategy.on_rank_zero(lambda: open_secret(folder, origin) if private else passing_secret())
+        secret = RunSecret.replicated(own, lambda key: strategy.from_rank_zero(lambda: key))
         try:
-            resolved = self.privacy.resolve(
-                num_records,
-                self.handle.sketch_dim if self.handle else None,
-                default_norm_slack=HALF_NORM_SLACK if self._runs_in_half_precision() else 0.0,
-            )
-            ledger = None
             if private:
-                head = (self._resumed_from or {}).get("ledger_head")
-                if resuming and head is None:
-                    raise ConfigurationError([
-                        f"--ckpt_path {self.trainer.ckpt_path}: it is not a checkpoint of a private run; "
-                        "resume from this run's own, or load other weights in the model's __init__"
-                    ])
-                ledger = resume_ledger(folder, resolved, head) if resuming else start_ledger(folder, resolved)
+                self._attach(secret)
+            slack = HALF_NORM_SLACK if self._runs_in_half_precision() else 0.0
+            ledger: Ledger | None = None
+
+            def start() -> tuple[ResolvedPrivacy, int, int]:
+                nonlocal ledger
+                self._ledger_is_new = not (folder / LEDGER_NAME).exists()
+                k = self.handle.sketch_dim if self.handle else None
+                if not private:
+                    applied = int(remembered.get("applied_steps", 0))
+                    return self.privacy.resolve(num_records, k, default_norm_slack=slack), applied, applied
+                ledger, resolved = open_ledger(
+                    folder, origin, self.privacy, num_records=num_records, sketch_dim=k, default_norm_slack=slack
+                )
+                return resolved, ledger.steps, ledger.next_sequence
+
+            resolved, spent, next_sequence = strategy.from_rank_zero(start)
         except BaseException:
             self.release_privacy()
             raise
-        self.private_run = PrivateRun(folder, secret, resolved, ledger)
+        self.private_run = PrivateRun(
+            folder,
+            secret,
+            resolved,
+            ledger,
+            spent=spent,
+            next_sequence=next_sequence,
+            applied=origin.applied if origin else spent,
+            reserve=self.performance.reserve_steps,
+        )
         self._limit_steps(resolved)
+
+    def _reset(self) -> None:
+        """What belongs to one run. A refused second fit must not rewrite the report of the first."""
+        self.private_run = None
+        self.clock = StepClock(self.trainer.strategy.root_device)
+        self._isolation_checked = not self.privacy.check_isolation
+        self._dummy_batch = None
+        self.dropped_records = 0
+        self.updating = False
+        self.stop_signal = self.stop_agreed = None
+
+    def _attach(self, secret: RunSecret) -> None:
+        self.handle = attach(
+            self,
+            estimator=self.privacy.estimator,
+            sketch_dim=self.privacy.sketch_dim,
+            projection=self.privacy.projection,
+            unused=self.privacy.unused,
+            on_nonfinite=self.privacy.on_nonfinite,
+            norm_slack=self.privacy.norm_slack,
+            check_isolation=self.privacy.check_isolation,
+            key=secret.subkey(Domain.PROJECTION),
+        )
 
     def protected_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that train; in a private run, those whose gradients are clipped."""
@@ -257,58 +327,11 @@ class DPRCModule(pl.LightningModule):
             return self.handle.parameters
         return [p for p in self.parameters() if p.requires_grad]
 
-    def _check(self) -> int:
-        """The number of training records, once all settings agree."""
-        problems = self.performance.problems()
-        datamodule = getattr(self.trainer, "datamodule", None)
-        num_records = 0
-        if isinstance(datamodule, DPRCDataModule):
-            num_records = len(datamodule.train_dataset())
-            problems += self.privacy.problems(num_records)
-        else:
-            problems.append("trainer.fit: give it a DPRCDataModule, which builds the Poisson batches (datamodule=...)")
-        steps = self.privacy.steps
-        if steps is not None and self.trainer.max_steps not in (-1, steps):
-            problems.append(
-                f"trainer.max_steps={self.trainer.max_steps}: privacy.steps={steps} decides; leave max_steps out"
-            )
-        products = matmul_precision()
-        if products != "highest" and not self.privacy.baseline_without_privacy:
-            problems.append(
-                f"torch.set_float32_matmul_precision({products!r}): what it takes off a norm is not accounted; "
-                'set it to "highest"'
-            )
-        precision = self.trainer.precision
-        if precision not in PRECISIONS and not self.privacy.baseline_without_privacy:
-            problems.append(
-                f"trainer.precision={precision}: float16 needs loss scaling, which would change gradients between the "
-                f"passes; use one of {', '.join(PRECISIONS)}"
-                if str(precision).startswith("16")
-                else f"trainer.precision={precision}: not supported; use one of {', '.join(PRECISIONS)}"
-            )
-        if problems:
-            raise ConfigurationError(problems)
-        return num_records
-
     def _runs_in_half_precision(self) -> bool:
         """Whether the precision says so, or a trainable parameter."""
         return str(self.trainer.precision).startswith("bf16") or any(
             p.dtype is torch.bfloat16 for p in self.parameters() if p.requires_grad
         )
-
-    def _run_folder(self, resuming: bool) -> Path:
-        folder = Path(str(self.trainer.log_dir or self.trainer.default_root_dir))
-        if resuming and not (folder / "ledger.jsonl").exists():
-            # A logger opens a new version folder; the run's own is where its checkpoints lie.
-            own = Path(str(self.trainer.ckpt_path)).resolve().parent.parent
-            if (own / "ledger.jsonl").exists():
-                return own
-            if not self.privacy.baseline_without_privacy:
-                raise LedgerError(
-                    f"--ckpt_path {self.trainer.ckpt_path}: no ledger.jsonl in {folder} or {own}; put the run's ledger "
-                    "back, its steps are spent"
-                )
-        return folder
 
     def _limit_steps(self, resolved: ResolvedPrivacy) -> None:
         """The budget decides when training ends: the steps left, on top of those that a checkpoint brings."""
@@ -330,6 +353,15 @@ class DPRCModule(pl.LightningModule):
         if self.private_run is not None:
             self.private_run.close()
 
+    def abandon_privacy(self) -> None:
+        """Called by the strategy if set-up fails after `prepare_privacy`: the folder stays free for another start."""
+        run = self.private_run
+        self.release_privacy()
+        self.private_run = None
+        if run is not None and run.ledger is not None and self._ledger_is_new:
+            # No step was begun, and nothing was drawn.
+            run.ledger.path.unlink()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remember where the ledger was; no secret goes in. Call it from an override.
 
@@ -342,6 +374,7 @@ class DPRCModule(pl.LightningModule):
                 "mechanism": self.private_run.resolved.to_dict(),
                 "ledger_head": ledger.head if ledger else None,
                 "global_step": self.global_step,
+                "applied_steps": self.private_run.applied,
             }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -367,18 +400,13 @@ class DPRCModule(pl.LightningModule):
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-    def configure_callbacks(self) -> list[pl.Callback]:
-        """The callback that measures and writes the report. Call it from an override.
-
-        Returns:
-            One callback.
-        """
-        # Lightning asks again before each of fit, validate and test.
-        known = any(isinstance(callback, PrivacyReport) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if known else [PrivacyReport()]
-
     def _running(self) -> tuple[PrivateRun, PrivateStrategy]:
         strategy = self.trainer.strategy
         if self.private_run is None or not isinstance(strategy, PrivateStrategy):
             raise StepOrderError("the private run was not prepared: train with trainer.fit under a dprc_* strategy")
         return self.private_run, strategy
+
+
+def _both_ways(sequence: int, of_loader: int) -> list[int]:
+    """What the maximum over ranks is taken of, to learn the largest and the smallest number of all."""
+    return [max(sequence, of_loader), max(-sequence, -of_loader)]

@@ -63,6 +63,7 @@ class NoiseStream:
         self._key: bytes | None = key
         self._own = False
         self._lock = threading.Lock()
+        self._test_key: bytes | None = None
         self.is_test = False
         _streams.add(self)
 
@@ -89,7 +90,20 @@ class NoiseStream:
         """
         stream = cls(derive(bytes(KEY_BYTES), "noise for testing", seed))
         stream.is_test = True
+        stream._test_key = stream._key
         return stream
+
+    def begin_step(self, sequence: int) -> None:
+        """Tell the number of the step whose noise comes next. It changes nothing but a test's stream.
+
+        A test's stream then depends on that number alone, so that a resumed run can be compared with one that was not
+        interrupted. Real noise never depends on it: it could be drawn again.
+
+        Args:
+            sequence: The ledger's sequence number.
+        """
+        if self._test_key is not None:
+            self._key = derive(self._test_key, sequence)
 
     def normal(self, n: int) -> Tensor:
         """Draw n independent N(0, 1) values.

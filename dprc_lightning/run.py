@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 from dprc_lightning.accounting.events import StepEvent
-from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger
+from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger, Reservation
 from dprc_lightning.config import ResolvedPrivacy
 from dprc_lightning.errors import ConfigurationError, LedgerError
-from dprc_lightning.keys import KEY_BYTES, SECRET_NAME, Domain, RunSecret
+from dprc_lightning.keys import KEY_BYTES, Domain, RunSecret
 from dprc_lightning.sampling import PoissonBatchSampler
 
 
@@ -15,33 +15,58 @@ class PrivateRun:
     """Hands out the numbered steps of a run, each written to the ledger before it begins.
 
     Guarantee: `begin_step` returns only after the step is on disk, its number never repeats, and the number of steps
-    never exceeds the one that the noise was calibrated for. Sampling, projection and dropout are functions of the
-    run's secret and that number, never of the user's seed.
+    ever begun never exceeds the budget that the noise was calibrated for. Sampling, projection and dropout are
+    functions of the run's secret and that number, never of the user's seed. On ranks other than 0, which have no
+    ledger, the number is rank 0's: the collective that brings it comes after the write (see `DPRCModule`).
 
     Args:
         folder: Run folder.
         secret: Its secret.
         resolved: The mechanism.
-        ledger: Open for writing; None in a baseline without privacy, which spends nothing because it protects nothing.
+        ledger: Open for writing; None on ranks other than 0, and in a baseline without privacy, which spends nothing
+            because it protects nothing.
+        spent: Steps that the ledger counted when this process began.
+        next_sequence: The number of the first step that this process begins.
+        applied: Steps that the checkpoint at hand brings along in its parameters.
+        reserve: How many steps to write down at once.
     """
 
-    def __init__(self, folder: Path, secret: RunSecret, resolved: ResolvedPrivacy, ledger: Ledger | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        secret: RunSecret,
+        resolved: ResolvedPrivacy,
+        ledger: Ledger | None,
+        *,
+        spent: int = 0,
+        next_sequence: int = 0,
+        applied: int = 0,
+        reserve: int = 1,
+    ) -> None:
         self.folder = folder
         self.secret = secret
         self.resolved = resolved
         self.ledger = ledger
-        self._count = 0
+        self.applied = applied
+        self._spent = spent
+        self._next_sequence = next_sequence
+        self._reserve = reserve
+        self._reservation: Reservation | None = None
 
     @property
     def next_sequence(self) -> int:
         """The number of the next step."""
-        return self._count if self.ledger is None else self.ledger.next_sequence
+        return self._next_sequence
+
+    @property
+    def spent(self) -> int:
+        """Steps ever begun, those lost to crashes included."""
+        return self._spent
 
     @property
     def steps_left(self) -> int:
-        """How many steps the budget still has."""
-        spent = self._count if self.ledger is None else self.ledger.steps
-        return self.resolved.steps - spent
+        """How many steps can still be made: of the run, and of the budget."""
+        return max(min(self.resolved.steps - self.applied, self.resolved.budget - self._spent), 0)
 
     def begin_step(self) -> int:
         """Write a step down.
@@ -54,20 +79,29 @@ class PrivateRun:
         """
         if self.steps_left < 1:
             raise LedgerError(
-                f"{self.folder}: all {self.resolved.steps} steps of the privacy budget are spent; "
-                "more steps need a new calibration (privacy.steps) and a new run"
+                f"{self.folder}: all {self.resolved.budget} steps of the privacy budget are spent; to make more, "
+                "resume with a larger privacy.steps"
             )
-        if self.ledger is None:
-            self._count += 1
-            return self._count - 1
-        return self.ledger.reserve(step_event(self.resolved).to_dict()).take()
+        if self.ledger is not None:
+            if self._reservation is None or self._reservation.remaining == 0:
+                count = min(self._reserve, self.steps_left)
+                self._reservation = self.ledger.reserve(step_event(self.resolved).to_dict(), count)
+            self._next_sequence = self._reservation.take()
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        self._spent += 1
+        return sequence
+
+    def step_applied(self) -> None:
+        """Tell that the step has reached the parameters."""
+        self.applied += 1
 
     def sampler(self) -> PoissonBatchSampler:
         """The sampler of this run's logical batches, by sequence number."""
         return PoissonBatchSampler(
             self.resolved.num_records,
             sample_rate=self.resolved.sample_rate,
-            steps=self.resolved.steps,
+            steps=self.resolved.budget,
             key=self.secret.subkey(Domain.SAMPLING),
         )
 
@@ -95,6 +129,42 @@ def step_event(resolved: ResolvedPrivacy) -> StepEvent:
     )
 
 
+def run_folder(log_dir: Path, checkpoint: Path | None) -> Path:
+    """Where a run lives.
+
+    Args:
+        log_dir: What the trainer calls its folder.
+        checkpoint: The checkpoint to resume from, if any.
+
+    Returns:
+        ``log_dir``; on resume the checkpoint's own run folder, if ``log_dir`` is no more than the next ``version_N``
+        beside it that a logger opened. Any other ``log_dir`` is meant: the run goes on there, as a fork.
+    """
+    if checkpoint is None or os.path.lexists(log_dir / LEDGER_NAME):
+        return log_dir
+    own = own_folder(checkpoint)
+    versions = log_dir.name.startswith("version_") and own.name.startswith("version_")
+    if versions and log_dir.resolve().parent == own.parent and os.path.lexists(own / LEDGER_NAME):
+        return own
+    return log_dir
+
+
+def own_folder(checkpoint: Path) -> Path:
+    """The run folder that a checkpoint lies in: the nearest folder above it with a ledger, else the one above its own.
+
+    Args:
+        checkpoint: The file, or the folder of a sharded checkpoint.
+
+    Returns:
+        The folder.
+    """
+    path = checkpoint.resolve()
+    for folder in list(path.parents)[:3]:
+        if os.path.lexists(folder / LEDGER_NAME):
+            return folder
+    return path.parent.parent
+
+
 def refuse_used_folder(folder: Path) -> None:
     """A run that begins needs a folder of its own.
 
@@ -110,62 +180,6 @@ def refuse_used_folder(folder: Path) -> None:
         ])
 
 
-def open_secret(folder: Path, *, private: bool) -> RunSecret:
-    """The secret of a run folder.
-
-    Args:
-        folder: Run folder; made if it is not there.
-        private: False for a baseline: its streams are random too but nothing is stored.
-
-    Returns:
-        The stored secret, else a new one. A run that lost its secret goes on with new streams; the ledger still counts.
-        A start that failed before its ledger was made leaves a secret that nothing was drawn from.
-
-    Raises:
-        SecretError: The secret is there but cannot be used, or none can be stored.
-    """
-    if not private:
-        return RunSecret(os.urandom(KEY_BYTES))
-    folder.mkdir(parents=True, exist_ok=True)
-    if os.path.lexists(folder / SECRET_NAME):
-        return RunSecret.load(folder)
-    return RunSecret.create(folder)
-
-
-def start_ledger(folder: Path, resolved: ResolvedPrivacy) -> Ledger:
-    """The ledger of a run that begins.
-
-    Args:
-        folder: Run folder.
-        resolved: The mechanism, written into the first line.
-
-    Returns:
-        The ledger, open for writing.
-    """
-    return Ledger.create(folder / LEDGER_NAME, {"mechanism": resolved.to_dict()})
-
-
-def resume_ledger(folder: Path, resolved: ResolvedPrivacy, head: str | None) -> Ledger:
-    """The ledger of a run that goes on.
-
-    Args:
-        folder: Run folder.
-        resolved: The mechanism; it must be the one that the ledger has counted so far.
-        head: What the checkpoint remembers of the ledger; a ledger without it is refused.
-
-    Returns:
-        The ledger, open for writing.
-
-    Raises:
-        ConfigurationError: The mechanism changed.
-    """
-    ledger = Ledger.open(folder, must_contain=head)
-    now = step_event(resolved).to_dict()
-    changed = [event for event, _ in ledger.spent() if event != now]
-    if changed or ledger.meta.get("mechanism", {}).get("num_records") != resolved.num_records:
-        ledger.close()
-        raise ConfigurationError([
-            f"run folder {folder}: its ledger counts steps {changed[0] if changed else ledger.meta} but this "
-            f"configuration makes {now} on {resolved.num_records} records; resume with the configuration it began with"
-        ])
-    return ledger
+def passing_secret() -> RunSecret:
+    """The secret of a baseline: its streams are random too, but nothing is stored."""
+    return RunSecret(os.urandom(KEY_BYTES))

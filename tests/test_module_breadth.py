@@ -133,9 +133,10 @@ class TestIsolation:
             original = module._begin_step
 
             def begin(batch, module=module, original=original):
-                original(batch)
+                micro_batches = original(batch)
                 # One secret for both runs.
                 torch.manual_seed(0)
+                return micro_batches
 
             module._begin_step = begin
             module.training_step = _with_fixed_dropout(module)

@@ -32,7 +32,7 @@ SHORT = "--privacy.steps 2 --privacy.expected_batch_size 8 --data.init_args.size
 def test_the_readme_has_what_is_tested_here():
     assert COMMANDS[:2] == ["make quickstart", "make test"]
     assert {line.split()[1] for line in COMMANDS if line.startswith("dprc")} == {
-        "--help", "calibrate", "epsilon", "fit", "validate", "report", "bench",
+        "--help", "calibrate", "epsilon", "fit", "validate", "report", "export", "bench",
     }  # fmt: skip
     assert len(EXAMPLES) == 3
 
@@ -47,14 +47,14 @@ def test_make_targets_exist(target):
 def run(command: str, cwd: Path = ROOT) -> str:
     words = shlex.split(command)
     assert words[0] == "dprc"
-    program = "import sys; from dprc_lightning.cli import main; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", program, *words[1:]],
+        # Not -c: with several devices Lightning starts the same command again.
+        [sys.executable, "-m", "dprc_lightning.cli", *words[1:]],
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=400,
-        env=os.environ | {"COLUMNS": "120"},
+        env=os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -67,22 +67,24 @@ LIGHT = [c for c in COMMANDS if c.startswith("dprc") and "RUN" not in c and not 
 @pytest.mark.parametrize("command", LIGHT)
 def test_light_commands(command):
     if "bench" in command:
-        command = command.replace("--tokens 512 --rounds 5", "--tokens 16 --rounds 1")
-        assert "--rounds 1" in command
+        short = {"--tokens 512 --rounds 5": "--tokens 16 --rounds 1", "--steps 1000": "--steps 50"}
+        given = next(words for words in short if words in command)
+        command = command.replace(given, short[given])
     assert run(command)
 
 
 @pytest.mark.data
 def test_commands_on_the_articles(tmp_path):
-    fits = [c for c in COMMANDS if c.startswith("dprc fit")]
-    assert len(fits) == 3
-    runs = []
+    fits = [c for c in COMMANDS if c.startswith("dprc fit") and "RUN" not in c]
+    assert len(fits) == 4
+    runs, places = [], []
     for i, command in enumerate(fits):
-        place = f"--trainer.logger.init_args.save_dir {tmp_path / str(i)} --trainer.logger.init_args.version="
-        run(f"{command} {SHORT} {place}")
+        places.append(f"--trainer.logger.init_args.save_dir {tmp_path / str(i)} --trainer.logger.init_args.version=")
+        run(f"{command} {SHORT} {places[-1]}")
         (folder,) = [path.parent for path in (tmp_path / str(i)).rglob("report.json")]
         runs.append(folder)
-    assert [read_report(folder)["private"] for folder in runs] == [True, False, True]
+    assert [read_report(folder)["private"] for folder in runs] == [True, False, True, True]
+    assert [read_report(folder)["world_size"] for folder in runs] == [1, 1, 1, 2]
     (checkpoint,) = runs[0].rglob("*.ckpt")
     (validate,) = [c for c in COMMANDS if c.startswith("dprc validate")]
     run(
@@ -90,9 +92,17 @@ def test_commands_on_the_articles(tmp_path):
         + " --data.init_args.sizes [160,16,16]"
     )
     assert "val/accuracy" in read_report(runs[0])["metrics"]
-    (report,) = [c for c in COMMANDS if c.startswith("dprc report")]
-    out = run(report.replace("RUN", str(runs[0]), 1).replace("RUN", str(runs[1])))
+    compare, page = [c for c in COMMANDS if c.startswith("dprc report")]
+    out = run(compare.replace("RUN", str(runs[0]), 1).replace("RUN", str(runs[1])))
     assert "not private" in out and "always the majority class" in out
+    assert run(page.replace("RUN", str(runs[0]))).lstrip().lower().startswith("<!doctype html>")
+    (resume,) = [c for c in COMMANDS if c.startswith("dprc fit") and "RUN" in c]
+    more = SHORT.replace("--privacy.steps 2", "--privacy.steps 3")
+    run(f"{resume.replace('RUN/checkpoints/interrupted.ckpt', str(checkpoint))} {more} {places[0]}")
+    assert read_report(runs[0])["steps"] == 3
+    (export,) = [c for c in COMMANDS if c.startswith("dprc export")]
+    run(export.replace("RUN exported", f"{runs[0]} {tmp_path / 'exported'}"))
+    assert (tmp_path / "exported" / "README.md").exists()
 
 
 @pytest.mark.filterwarnings("ignore")

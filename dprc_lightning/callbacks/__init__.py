@@ -1,5 +1,6 @@
 """Callbacks that a DPRCModule brings along."""
 
 from dprc_lightning.callbacks.privacy import PrivacyReport
+from dprc_lightning.callbacks.stop import GracefulStop
 
-__all__ = ["PrivacyReport"]
+__all__ = ["GracefulStop", "PrivacyReport"]

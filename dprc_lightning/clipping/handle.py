@@ -191,7 +191,8 @@ class ClippingHandle:
             on_nonfinite=self._settings.on_nonfinite,
             norm_slack=self._settings.norm_slack,
         )
-        self._dropped = int((~torch.isfinite(norms)).sum())
+        left_out = ~torch.isfinite(norms)
+        self._dropped = int((left_out if weights is None else left_out & (weights > 0)).sum())
 
     def _norms_of(self, losses: Tensor, given: Tensor | None) -> Tensor:
         """The norms of these losses: a clip factor bounds nothing if it was made for others."""

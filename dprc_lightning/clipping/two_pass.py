@@ -260,8 +260,9 @@ def clipped_backward(
             raise LossShapeError(f"{name} of shape {tuple(value.shape)} for losses of shape {tuple(losses.shape)}")
     norms = norms.detach().float()
     finite = torch.isfinite(norms)
-    if on_nonfinite == "raise" and not bool(finite.all()):
-        bad = torch.nonzero(~finite).flatten().tolist()
+    # A dummy (weight 0) is no record: whatever it gives is left out.
+    bad = torch.nonzero(~finite if weights is None else ~finite & (weights > 0)).flatten().tolist()
+    if on_nonfinite == "raise" and bad:
         raise NonFiniteRecordError(
             f"per-record gradient norm is NaN or infinite for record(s) {bad} of this micro-batch; nothing was "
             "accumulated; remove the records, or set on_nonfinite=drop"

@@ -1,6 +1,7 @@
-"""Which records form a logical batch (Poisson), and how a logical batch is cut into physical micro-batches."""
+"""Which records are in a batch, and how a batch is cut into pieces that fit into memory."""
 
-from dprc_lightning.sampling.microbatch import split_batch as split_batch
-from dprc_lightning.sampling.poisson import PoissonBatchSampler as PoissonBatchSampler
+from dprc_lightning.sampling.groups import Groups, owners_of
+from dprc_lightning.sampling.microbatch import split_batch
+from dprc_lightning.sampling.poisson import PoissonBatchSampler
 
-__all__ = ["PoissonBatchSampler", "split_batch"]
+__all__ = ["Groups", "PoissonBatchSampler", "owners_of", "split_batch"]

@@ -1,6 +1,7 @@
 """Strategies that add calibrated noise to the reduced gradient, each engine in a file of its own."""
 
+from dprc_lightning.strategies.ddp import PrivateDDPStrategy
 from dprc_lightning.strategies.private import NoiseHook, PrivateStrategy
 from dprc_lightning.strategies.single import PrivateSingleDeviceStrategy
 
-__all__ = ["NoiseHook", "PrivateSingleDeviceStrategy", "PrivateStrategy"]
+__all__ = ["NoiseHook", "PrivateDDPStrategy", "PrivateSingleDeviceStrategy", "PrivateStrategy"]

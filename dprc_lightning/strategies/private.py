@@ -1,15 +1,20 @@
 """The protocol between a DPRCModule and the engine that runs it, and the hook that adds the noise."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dprc_lightning.errors import ConfigurationError, StepOrderError, UnclippedGradientError
 from dprc_lightning.noise import NoiseStream, add_gaussian_noise
+
+T = TypeVar("T")
 
 
 class NoiseHook:
@@ -33,6 +38,7 @@ class NoiseHook:
         self._noised: set[int] = set()
         self._optimizers: list[Optimizer] = []
         self._protected: set[int] = set()
+        self._around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def is_test(self) -> bool:
@@ -50,12 +56,20 @@ class NoiseHook:
                 optimizer.register_step_pre_hook(self._before_step)
                 self._optimizers.append(optimizer)
 
-    def arm(self, std: float, protected: Iterable[Tensor]) -> None:
+    def arm(
+        self,
+        std: float,
+        protected: Iterable[Tensor],
+        sequence: int,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Allow one logical step.
 
         Args:
             std: Standard deviation of the noise on ``p.grad``.
             protected: The parameters whose gradients are clipped in this step.
+            sequence: The ledger's number of the step; no real noise depends on it.
+            around: Makes a context for the noise, such as a clock's.
 
         Raises:
             StepOrderError: The last step was armed but never finished.
@@ -70,7 +84,9 @@ class NoiseHook:
                 f"{len(lost)} trainable parameters are not in the optimizer: they were unfrozen or added (LoRA, say) "
                 "after fit began; add them by optimizer.add_param_group, or freeze them"
             )
+        self._stream.begin_step(sequence)
         self._std = std
+        self._around = around
         self._noised.clear()
 
     def finish(self) -> None:
@@ -102,11 +118,31 @@ class NoiseHook:
         # One that was frozen after its backward has a gradient, and the optimizer applies it.
         due = [p for p in everything if (p.requires_grad or p.grad is not None) and id(p) not in self._noised]
         self._noised.update(id(p) for p in due)
-        add_gaussian_noise(due, self._std, self._stream)
+        with self._around():
+            add_gaussian_noise(due, self._std, self._stream)
 
 
 def _trainable(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+
+
+def check_schedulers(configs: Iterable[LRSchedulerConfig]) -> None:
+    """Refuse a scheduler that the library cannot step. They are known once the optimizer is: still before any step.
+
+    Args:
+        configs: ``strategy.lr_scheduler_configs``.
+
+    Raises:
+        ConfigurationError: It waits for a metric.
+    """
+    found = [
+        f"configure_optimizers: {type(config.scheduler).__name__}: it follows a metric, and schedulers step once per "
+        "logical step, without one; use one that follows the steps, such as LambdaLR"
+        for config in configs
+        if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau)
+    ]
+    if found:
+        raise ConfigurationError(found)
 
 
 @runtime_checkable
@@ -118,6 +154,9 @@ class PreparesPrivacy(Protocol):
 
     def protected_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients are clipped."""
+
+    def abandon_privacy(self) -> None:
+        """Undo `prepare_privacy`: no step was begun."""
 
 
 class PrivateStrategy:
@@ -131,6 +170,57 @@ class PrivateStrategy:
 
     def _init_privacy(self, noise_stream: NoiseStream | None = None) -> None:
         self.noise_hook = NoiseHook(noise_stream or NoiseStream.fresh())
+
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
+        """Call a function on rank 0 alone; every rank gets what it returned. A collective.
+
+        Args:
+            make: What to call.
+
+        Returns:
+            Its value.
+        """
+        return make()
+
+    def on_rank_zero(self, make: Callable[[], T]) -> T | None:
+        """Call a function on rank 0 alone, and keep its value there. A collective: if it raises, every rank does.
+
+        Args:
+            make: What to call.
+
+        Returns:
+            Its value on rank 0, None elsewhere.
+        """
+        return make()
+
+    def max_over_ranks(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over all ranks. A collective.
+
+        Args:
+            values: Integers, as many on every rank.
+
+        Returns:
+            As many.
+        """
+        return list(values)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """The sum over all ranks. A collective.
+
+        Args:
+            values: Of the same shape on every rank.
+
+        Returns:
+            The sum, on every rank.
+        """
+        return values
+
+    def check_step(self, protected: Sequence[Tensor]) -> None:
+        """Called as each step begins: can the engine reduce the gradients of these parameters?
+
+        Args:
+            protected: The parameters that train in this step.
+        """
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -146,12 +236,30 @@ class PrivateStrategy:
         """Around the first backward, in which nothing may be reduced."""
         yield
 
-    def _prepare(self, module: Any) -> None:
+    @contextmanager
+    def _private_setup(self, trainer: Any) -> Iterator[None]:
+        """Around an engine's own `setup`, in the order that must hold: instrument, engine, optimizers, noise hook."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            yield
+            return
+        module: Any = trainer.lightning_module
         if not isinstance(module, PreparesPrivacy):
             raise ConfigurationError([
                 f"strategy {type(self).__name__}: it trains a DPRCModule only, not a {type(module).__name__}"
             ])
         module.prepare_privacy()
+        try:
+            yield
+            check_schedulers(trainer.strategy.lr_scheduler_configs)
+            self._install_noise(module, trainer.strategy.optimizers)
+        except BaseException:
+            module.abandon_privacy()
+            raise
+
+    def _release(self) -> None:
+        module: Any = getattr(self, "lightning_module", None)
+        if module is not None and hasattr(module, "release_privacy"):
+            module.release_privacy()
 
     def _install_noise(self, module: Any, optimizers: list[Optimizer]) -> None:
         """Hook the noise, once optimizer, model and clipping agree on what is trained."""

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 
+from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.private import PrivateStrategy
@@ -26,6 +26,7 @@ class PrivateSingleDeviceStrategy(PrivateStrategy, SingleDeviceStrategy):
     def __init__(
         self, device: str | torch.device | None = None, noise_stream: NoiseStream | None = None, **kwargs: Any
     ) -> None:
+        kwargs.setdefault("checkpoint_io", DurableCheckpointIO())
         super().__init__(device="cpu" if device is None else device, **kwargs)
         self._device_is_given = device is not None
         self._init_privacy(noise_stream)
@@ -50,18 +51,12 @@ class PrivateSingleDeviceStrategy(PrivateStrategy, SingleDeviceStrategy):
         Args:
             trainer: The trainer.
         """
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            self._prepare(self.lightning_module)
-        super().setup(trainer)
-        if fitting:
-            self._install_noise(self.lightning_module, self.optimizers)
+        with self._private_setup(trainer):
+            super().setup(trainer)
 
     def teardown(self) -> None:
         """Give the model back as it was."""
-        module: Any = self.lightning_module
-        if module is not None and hasattr(module, "release_privacy"):
-            module.release_privacy()
+        self._release()
         super().teardown()
 
 

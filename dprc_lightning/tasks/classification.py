@@ -50,7 +50,7 @@ class TextClassification(DPRCModule):
     ) -> None:
         super().__init__(privacy, performance)
         self.lr, self.head_lr = lr, head_lr
-        self.classifier, _ = load_text_classifier(
+        self.classifier, self.tokenizer = load_text_classifier(
             source,
             num_classes,
             num_layers=num_layers,

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -30,11 +30,13 @@ class Record:
         text: The text. Left out of ``repr``, so that a log line or an error never shows a private text.
         label: The class, by name.
         id: Where the text came from; unique within its source.
+        columns: Whatever else the source tells of it, such as whose it is.
     """
 
     text: str = field(repr=False)
     label: str
     id: str
+    columns: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,8 @@ def check_labels(records: Sequence[Record], label_names: Sequence[str]) -> None:
 def read_jsonl(path: str | Path) -> list[Record]:
     """Read labelled texts from a JSON Lines file: one object a line, with columns ``text`` and ``label``.
 
-    ``label`` may be a string or an integer (kept as its decimal string); other columns are ignored; blank lines are
-    skipped.
+    ``label`` may be a string or an integer (kept as its decimal string); other columns are kept beside, for
+    ``privacy.group_column``; blank lines are skipped.
 
     Args:
         path: A UTF-8 file.
@@ -217,7 +219,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             row = _parse_line(line, f"{path}, line {number}")
-            records.append(Record(text=row["text"], label=str(row["label"]), id=f"{path.name}:{number}"))
+            others = {name: value for name, value in row.items() if name not in ("text", "label")}
+            records.append(Record(row["text"], str(row["label"]), f"{path.name}:{number}", others))
     if not records:
         raise DatasetError(f'{path}: has no records; each line must be {{"text": "...", "label": "..."}}')
     return records

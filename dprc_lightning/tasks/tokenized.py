@@ -39,6 +39,7 @@ class TokenizedRecords(Dataset[TokenizedItem]):
     Attributes:
         records_truncated: How many records were cut.
         tokens_dropped: How many tokens were cut from them, all together.
+        groups: The records' other columns, [N] each: whose they are, for ``privacy.group_column``.
 
     Raises:
         InvalidArgumentError: If ``max_length`` is less than 1.
@@ -58,6 +59,8 @@ class TokenizedRecords(Dataset[TokenizedItem]):
         self.records_truncated, self.tokens_dropped = len(cut), sum(cut)
         self._rows = [torch.tensor(row[:max_length], dtype=torch.long) for row in rows]
         self._labels = [index[record.label] for record in records]
+        names = dict.fromkeys(name for record in records for name in record.columns)
+        self.groups = {name: [record.columns.get(name) for record in records] for name in names}
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -99,6 +99,7 @@ def test_read_jsonl(tmp_path: Path) -> None:
         Record("caf\u00e9\u2028one", "x", "data.jsonl:1"),
         Record("two", "3", "data.jsonl:3"),
     ]
+    assert [record.columns for record in read_jsonl(file)] == [{"more": 1}, {}]
 
 
 @pytest.mark.parametrize(

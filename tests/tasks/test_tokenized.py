@@ -55,3 +55,12 @@ def test_collation_errors(word_tokenizer: PreTrainedTokenizerFast) -> None:
         PadCollator(0)([])
     with pytest.raises(InvalidArgumentError, match="pad_to=4.*5 tokens"):
         PadCollator(0, pad_to=4)([data[1]])
+
+
+def test_other_columns_tell_whose_a_record_is(word_tokenizer: PreTrainedTokenizerFast) -> None:
+    records = [
+        Record("the cat", "pets", "1", {"author": "x"}),
+        Record("a dog", "pets", "2", {"author": "y", "year": 3}),
+    ]
+    data = TokenizedRecords(records, word_tokenizer, ["pets"], max_length=5)
+    assert data.groups == {"author": ["x", "y"], "year": [None, 3]}

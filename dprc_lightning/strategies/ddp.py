@@ -1,0 +1,157 @@
+"""Data-parallel replicas: torch's DistributedDataParallel through Lightning."""
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dprc_lightning.checkpoint import DurableCheckpointIO
+from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
+from dprc_lightning.keys import KEY_BYTES
+from dprc_lightning.noise import NoiseStream
+from dprc_lightning.strategies import collectives
+from dprc_lightning.strategies.private import PrivateStrategy
+
+T = TypeVar("T")
+
+
+class PrivateDDPStrategy(PrivateStrategy, DDPStrategy):
+    """Lightning's DDP strategy with the noise hook. Alias: ``dprc_ddp``.
+
+    The clipped gradients of all ranks are summed by DDP's own all-reduce; then every rank adds the same noise, from a
+    stream whose key rank 0 drew and all share, so that the replicas stay equal. The noise of the sum is added once: the
+    ranks do not add one draw each.
+
+    Args:
+        noise_stream: For tests only, the same on every rank. A fixed stream makes the run NOT PRIVATE.
+        **kwargs: As for Lightning's strategy and DistributedDataParallel.
+
+    Raises:
+        ConfigurationError: A setting that changes what is summed.
+    """
+
+    strategy_name = "dprc_ddp"
+
+    def __init__(self, noise_stream: NoiseStream | None = None, **kwargs: Any) -> None:
+        refused = [name for name in _REFUSED if kwargs.get(name)]
+        if refused:
+            raise ConfigurationError([
+                f"strategy dprc_ddp, {name}={kwargs[name]}: {_REFUSED[name]}" for name in refused
+            ])
+        # Buffers must not change (the clipping sees to it), so there is nothing to send before each step.
+        newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        kwargs.setdefault("forward_sync_buffers" if newer else "broadcast_buffers", False)
+        kwargs.setdefault("checkpoint_io", DurableCheckpointIO())
+        super().__init__(**kwargs)
+        self._given_stream = noise_stream
+        self._reduced: set[int] = set()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Instrument, move, wrap, make optimizers, hook the noise.
+
+        Args:
+            trainer: The trainer.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            _refuse_bfloat16(trainer)
+            self._init_privacy(self._given_stream or self._shared_stream())
+        with self._private_setup(trainer):
+            module: Any = trainer.lightning_module
+            # DDP waits for every parameter's gradient, unless it looks at each graph which ones will come.
+            if trainer.state.fn == TrainerFn.FITTING and module.privacy.unused == "zero":
+                self._ddp_kwargs.setdefault("find_unused_parameters", True)
+            super().setup(trainer)
+            self._reduced = {id(p) for p in module.parameters() if p.requires_grad}
+
+    def teardown(self) -> None:
+        """Give the model back as it was."""
+        self._release()
+        super().teardown()
+
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
+        """See `PrivateStrategy`."""
+        return collectives.from_rank_zero(make, self.global_rank)
+
+    def on_rank_zero(self, make: Callable[[], T]) -> T | None:
+        """See `PrivateStrategy`."""
+        return collectives.on_rank_zero(make, self.global_rank)
+
+    def max_over_ranks(self, values: Sequence[int]) -> list[int]:
+        """See `PrivateStrategy`."""
+        return collectives.max_over_ranks(values, self.root_device)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """See `PrivateStrategy`."""
+        return collectives.sum_over_ranks(values, self.root_device)
+
+    def check_step(self, protected: Sequence[Tensor]) -> None:
+        """DDP reduces what trained when it wrapped the model: by what was unfrozen since, replicas would drift apart.
+
+        Args:
+            protected: The parameters that train in this step.
+
+        Raises:
+            UnsupportedModuleError: They are others than at the beginning of fit.
+        """
+        if {id(parameter) for parameter in protected} != self._reduced:
+            raise UnsupportedModuleError(
+                "parameters were frozen or unfrozen after fit began: dprc_ddp reduces those that trained at its start; "
+                "freeze and unfreeze before trainer.fit, or train with dprc_single"
+            )
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Gradients are reduced in the last micro-batch's clipped backward, for all of them.
+
+        Args:
+            last: Whether it is the last one.
+
+        Yields:
+            Nothing.
+        """
+        model = self.model
+        assert isinstance(model, DistributedDataParallel), "a private step runs within fit"
+        if last:
+            yield
+        else:
+            with model.no_sync():
+                yield
+
+    def _shared_stream(self) -> NoiseStream:
+        """Fresh in every start, the same on all ranks, stored nowhere."""
+        return NoiseStream(self.from_rank_zero(lambda: os.urandom(KEY_BYTES)))
+
+
+def _refuse_bfloat16(trainer: Trainer) -> None:
+    named = trainer.lightning_module.named_parameters()
+    half = [name for name, p in named if p.requires_grad and p.dtype is torch.bfloat16]
+    setting = f"parameter {half[0]!r} is bfloat16" if half else f"trainer.precision={trainer.precision}"
+    if half or trainer.precision == "bf16-true":
+        raise ConfigurationError([
+            f"strategy dprc_ddp, {setting}: DDP would sum gradients in bfloat16, which is not covered; keep trainable "
+            "parameters in float32 and set trainer.precision=bf16-mixed"
+        ])
+
+
+_REFUSED = {
+    "ddp_comm_hook": "a communication hook changes what is summed; leave it out",
+    "ddp_comm_state": "a communication hook changes what is summed; leave it out",
+    "ddp_comm_wrapper": "a communication hook changes what is summed; leave it out",
+    "model_averaging_period": "averaging models is another algorithm than the accounted one; leave it out",
+    "static_graph": "micro-batches of dummies have another graph; leave it out",
+}
+
+StrategyRegistry.register(
+    PrivateDDPStrategy.strategy_name,
+    PrivateDDPStrategy,
+    description="Data-parallel replicas, differentially private",
+    override=True,
+)

@@ -1,0 +1,148 @@
+"""What the ranks train in the parity tests: tiny language models on fixed batches, and how it should come out."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import architectures
+import torch
+from cases import Case, brute_force, brute_force_clipped_sum, lm_losses, tiny_llama
+from torch import Tensor, nn
+
+from dprc_lightning import DPRCDataModule, DPRCModule, PerformanceConfig, PrivacyConfig
+
+RECORDS, EXPECTED, CLIP, RATE = 12, 4.0, 0.7, 0.5
+
+
+class Records(torch.utils.data.Dataset):
+    """Right-padded token records of different lengths."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.rows = []
+        for _ in range(RECORDS):
+            length = int(torch.randint(3, 10, (), generator=generator))
+            ids = torch.zeros(9, dtype=torch.long)
+            ids[:length] = torch.randint(1, 40, (length,), generator=generator)
+            labels = torch.where(torch.arange(9) < length, ids, -100)
+            mask = (torch.arange(9) < length).long()
+            self.rows.append({"input_ids": ids, "labels": labels, "attention_mask": mask})
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        return {name: torch.stack([self.rows[i][name] for i in indices]) for name in self.rows[0]}
+
+
+class Data(DPRCDataModule):
+    def train_dataset(self) -> Records:
+        return Records()
+
+
+class WithSpare(nn.Module):
+    """A branch that odd records alone use, and a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = tiny_llama(tied=False)
+        self.sometimes = nn.Linear(16, 40, bias=False)
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        out = self.llama(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        if bool((input_ids[:, 0] % 2 == 1).any()):
+            odd = (input_ids[:, :1, None] % 2 == 1).float()
+            out.logits = out.logits + odd * self.sometimes(out.hidden_states[-1])
+        return out
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run.
+
+    Attributes:
+        build: Makes the model.
+        batches: The records of each step.
+        physical: Records per micro-batch.
+        privacy: Changes to the settings.
+        noise: ``none``, ``real``, or ``test`` (a fixed stream).
+        reference: ``brute`` (one backward per record), ``single`` (one process, same secret), or None.
+        stop: The step in which the last rank gets a SIGTERM; the run is then resumed.
+    """
+
+    build: Callable[[], nn.Module]
+    batches: list[list[int]]
+    physical: int = 32
+    privacy: dict[str, Any] = field(default_factory=dict)
+    noise: str = "none"
+    reference: str | None = "brute"
+    stop: int | None = None
+
+
+_TWO_STEPS = [[0, 1, 2, 3, 4, 5], [1, 3, 4, 7]]
+_LORA = {"target_modules": ["q_proj", "v_proj"]}
+
+CELLS = {
+    "plain": Cell(lambda: tiny_llama(tied=False), _TWO_STEPS),
+    "tied_checkpointing": Cell(lambda: tiny_llama(tied=True, checkpointing=True), _TWO_STEPS),
+    "lora": Cell(lambda: architectures.build("llama", "sdpa", False, False, _LORA), _TWO_STEPS),
+    "lora_checkpointing": Cell(lambda: architectures.build("llama", "sdpa", True, True, _LORA), _TWO_STEPS),
+    "two_micro_batches": Cell(lambda: tiny_llama(tied=False), [[0, 1, 2, 3, 4, 5, 6, 7]], physical=2),
+    "three_micro_batches": Cell(lambda: tiny_llama(tied=True), [list(range(12)), list(range(9))], physical=2),
+    "uneven_ranks": Cell(lambda: tiny_llama(tied=True, checkpointing=True), [[0, 1, 2, 3, 4], [8, 9, 10]], physical=1),
+    "a_rank_without_a_record": Cell(lambda: tiny_llama(tied=False), [[5], [6]]),
+    "all_empty": Cell(lambda: tiny_llama(tied=False), [[], [2, 3], []]),
+    "random_projection": Cell(
+        lambda: tiny_llama(tied=True),
+        [list(range(12)), [3], []],
+        physical=2,
+        privacy={"estimator": "hutchinson", "sketch_dim": 4},
+        reference="single",
+    ),
+    "parameters_that_few_records_use": Cell(WithSpare, _TWO_STEPS + [[3]], 1, {"unused": "zero"}),
+    "noise": Cell(lambda: nn.Embedding(300, 40), [[]], noise="real", reference=None),
+    "test_noise": Cell(lambda: tiny_llama(tied=False), _TWO_STEPS, noise="test", reference="single"),
+    "resumed": Cell(lambda: tiny_llama(tied=False), [*_TWO_STEPS, [], [8]], noise="test", reference="single", stop=2),
+}
+
+
+class LM(DPRCModule):
+    def __init__(self, cell: Cell) -> None:
+        settings: dict[str, Any] = {
+            "noise_multiplier": 1.0,
+            "delta": 1e-3,
+            "sample_rate": EXPECTED / RECORDS,
+            "steps": len(cell.batches),
+            "max_grad_norm": CLIP,
+            "estimator": "exact",
+        }
+        super().__init__(PrivacyConfig(**settings | cell.privacy), PerformanceConfig(physical_batch_size=cell.physical))
+        torch.manual_seed(0)
+        self.net = cell.build()
+
+    def per_sample_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return lm_losses(self.net, batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=RATE)
+
+
+def by_hand(cell: Cell) -> dict[str, Tensor]:
+    """Clipped SGD with one float64 backward per record."""
+    model = LM(cell).net
+    data = Records()
+    case = Case("cell", cell.build, lambda: {}, lm_losses)
+    for indices in cell.batches:
+        if not indices:
+            continue
+        sums = brute_force_clipped_sum(brute_force(case, copy.deepcopy(model), data.batch(indices)), CLIP)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in sums:
+                    parameter -= RATE * sums[name] / EXPECTED
+    return model.state_dict()

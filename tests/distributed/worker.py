@@ -1,0 +1,73 @@
+"""One rank: trains every cell of the list and saves what came out."""
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from cells import CELLS, LM, Data
+from toy import ZeroNoise, trainer
+
+from dprc_lightning.errors import InterruptedRun
+from dprc_lightning.noise import NoiseStream
+from dprc_lightning.run import PrivateRun
+from dprc_lightning.strategies import PrivateDDPStrategy
+
+
+class FixedBatches:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def batch(self, sequence):
+        return np.asarray(self.batches[sequence], dtype=np.int64)
+
+
+class Terminate(pl.Callback):
+    """One rank alone is asked to stop, in the middle of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.step - 1 and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit(name: str, folder: Path, strategy: pl.strategies.Strategy, devices: int = 1) -> LM:
+    cell = CELLS[name]
+    PrivateRun.sampler = lambda self: FixedBatches(cell.batches)
+    module = LM(cell)
+    if cell.stop is not None and devices > 1:
+        try:
+            stopping = trainer(folder, strategy=strategy, devices=devices, callbacks=[Terminate(cell.stop)])
+            stopping.fit(module, datamodule=Data())
+        except InterruptedRun as error:
+            assert error.signal == signal.SIGTERM and module.private_run.applied == cell.stop
+        module, checkpoint = LM(cell), folder / "checkpoints" / "interrupted.ckpt"
+        resuming = trainer(folder, strategy=PrivateDDPStrategy(noise_stream=noise_of(name)), devices=devices)
+        resuming.fit(module, datamodule=Data(), ckpt_path=checkpoint)
+        return module
+    trainer(folder, strategy=strategy, devices=devices).fit(module, datamodule=Data())
+    return module
+
+
+def noise_of(name: str) -> NoiseStream | None:
+    return {"none": ZeroNoise, "test": lambda: NoiseStream.for_testing(5), "real": lambda: None}[CELLS[name].noise]()
+
+
+def main(folder: Path, world_size: int, names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for name in names:
+        strategy = PrivateDDPStrategy(noise_stream=noise_of(name))
+        module = fit(name, folder / name, strategy, world_size)
+        result = {"state": module.net.state_dict(), "micro": module.handle is None, "rank": module.global_rank}
+        torch.save(result, folder / name / f"rank{module.global_rank}.pt")
+        print("done", name, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
