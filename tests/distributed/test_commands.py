@@ -1,0 +1,106 @@
+"""`dprc fit` on two devices, as a user starts it: the command starts the other process itself."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import TESTS, free_port
+
+from dprc_lightning.accounting import Ledger
+from dprc_lightning.report import read_report
+
+CONFIG = """
+seed_everything: 0
+privacy: {{noise_multiplier: 1.0, delta: 1.0e-3, sample_rate: 0.25, steps: {steps}, max_grad_norm: 0.5}}
+performance: {{physical_batch_size: 3}}
+model: {{class_path: toy.ToyModule}}
+data: {{class_path: toy.ToyData}}
+test_after_fit: true
+trainer:
+  accelerator: cpu
+  strategy: dprc_ddp
+  devices: 2
+  num_sanity_val_steps: 0
+  limit_val_batches: 0
+  logger:
+    class_path: lightning.pytorch.loggers.TensorBoardLogger
+    init_args: {{save_dir: {folder}, name: toy}}
+"""
+
+
+def start(folder: Path, *arguments: str, steps: int = 4) -> subprocess.Popen:
+    config = folder / "toy.yaml"
+    config.write_text(CONFIG.format(folder=folder / "runs", steps=steps))
+    environment = os.environ | {
+        "PYTHONPATH": str(TESTS),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_PORT": str(free_port()),
+    }
+    command = [sys.executable, "-m", "dprc_lightning.cli", "fit", "--config", str(config), *arguments]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # A shell gives its background jobs an ignored SIGINT, and what runs the tests may be one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def finish(process: subprocess.Popen, limit: float = 150) -> str:
+    try:
+        return process.communicate(timeout=limit)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError("it hangs: " + process.communicate()[0][-3000:]) from None
+
+
+def test_fit_and_test_on_two_devices(tmp_path):
+    process = start(tmp_path)
+    said = finish(process)
+    assert process.returncode == 0, said
+    run = tmp_path / "runs" / "toy" / "version_0"
+    report = read_report(run)
+    assert (report["world_size"], report["steps"], report["status"]) == (2, 4, "finished")
+    assert "test/accuracy" in report["metrics"]
+    assert said.count("Private run in") == said.count("epsilon at delta") == 1, "rank 0 alone speaks"
+
+
+def test_a_wrong_setting_is_told_once_and_nothing_is_started(tmp_path):
+    process = start(tmp_path, "--trainer.gradient_clip_val", "1", "--privacy.delta", "0.5")
+    said = finish(process)
+    assert process.returncode == 2
+    assert said.count("dprc: error:") == 1 and "privacy.delta=0.5" in said and "gradient_clip_val" in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("number", "everyone"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_stops_all_ranks_and_the_run_goes_on(tmp_path, number, everyone):
+    """A terminal sends Ctrl-C to all processes; `kill` reaches the first alone."""
+    process = start(tmp_path, steps=300)
+    for line in process.stdout:
+        if line.startswith("Training "):
+            break
+    (os.killpg if everyone else os.kill)(process.pid, number)
+    said = finish(process)
+    assert process.returncode == 128 + number, said
+    assert said.count("resume with --ckpt_path") == 1, said
+    run = tmp_path / "runs" / "toy" / "version_0"
+    report = read_report(run)
+    assert report["status"] == f"stopped by {signal.Signals(number).name}"
+    with Ledger.open(run) as ledger:
+        done = ledger.steps
+    assert 2 <= done == report["applied_steps"] < 300
+    # The noise of the run is fixed by its 300 steps; three more will do here.
+    checkpoint = run / "checkpoints" / "interrupted.ckpt"
+    process = start(tmp_path, "--ckpt_path", str(checkpoint), "--privacy.steps", str(done + 3), steps=300)
+    said = finish(process)
+    assert process.returncode == 0, said
+    assert Ledger.open(run, read_only=True).steps == done + 3
+    assert sorted(path.name for path in (tmp_path / "runs" / "toy").iterdir()) == ["version_0"]
