@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dprc_lightning import __version__
-from dprc_lightning.errors import DPRCError, InterruptedRun, InvalidArgumentError
+from dprc_lightning.errors import DPRCError, InterruptedRun, InvalidArgumentError, RankZeroError
 
 _LIGHTNING = {
     "fit": "train privately",
@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _light(arguments)
     except DPRCError as error:
-        print(f"dprc: error: {error}", file=sys.stderr)
+        # Another rank has told the reason.
+        if not isinstance(error, RankZeroError):
+            print(f"dprc: error: {error}", file=sys.stderr)
         return 2
     except InterruptedRun as interrupt:
         # Every rank is interrupted; one of them tells.

@@ -258,6 +258,8 @@ class DPRCModule(pl.LightningModule):
         if trainer.world_size > 1:
             self._dummy()
         private = not self.privacy.baseline_without_privacy
+        if not trainer.ckpt_path:
+            self._resumed_from = None
         remembered = self._resumed_from or {}
         log_dir = Path(str(trainer.log_dir or trainer.default_root_dir))
         origin = Origin.of(str(trainer.ckpt_path), remembered) if private and trainer.ckpt_path else None

@@ -61,6 +61,16 @@ def test_parameters_equal_one_process_with_the_same_secret(job, name, tmp_path, 
         assert largest_difference(state, module.net.state_dict()) < 1e-6
 
 
+def test_gradients_are_reduced_in_the_last_micro_batch_alone(job):
+    world_size, folder = job
+    batches, physical = CELLS["three_micro_batches"].batches, CELLS["three_micro_batches"].physical
+    counts = [-(-len(range(rank, len(batch), world_size)) // physical) for batch in batches for rank in [0]]
+    for rank in range(world_size):
+        found = torch.load(folder / "three_micro_batches" / f"rank{rank}.pt")["silent"]
+        # One more for check_isolation, which reduces nothing either.
+        assert found == sum(count - 1 for count in counts) + 1
+
+
 def test_noise_is_one_draw_per_element(job):
     start = LM(CELLS["noise"]).net.state_dict()["weight"]
     moved = (states(job, "noise")[0]["weight"] - start).flatten().double().numpy()

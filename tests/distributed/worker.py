@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from cells import CELLS, LM, Data
+from torch.nn.parallel import DistributedDataParallel
 from toy import ZeroNoise, trainer
 
 from dprc_lightning.errors import InterruptedRun
@@ -61,10 +62,14 @@ def noise_of(name: str) -> NoiseStream | None:
 
 def main(folder: Path, world_size: int, names: list[str]) -> None:
     warnings.simplefilter("ignore")
+    silent: list[str] = []
+    no_sync = DistributedDataParallel.no_sync
+    DistributedDataParallel.no_sync = lambda self: (silent.append("micro-batch"), no_sync(self))[1]
     for name in names:
         strategy = PrivateDDPStrategy(noise_stream=noise_of(name))
+        silent.clear()
         module = fit(name, folder / name, strategy, world_size)
-        result = {"state": module.net.state_dict(), "micro": module.handle is None, "rank": module.global_rank}
+        result = {"state": module.net.state_dict(), "silent": len(silent)}
         torch.save(result, folder / name / f"rank{module.global_rank}.pt")
         print("done", name, flush=True)
 
