@@ -96,8 +96,8 @@ def test_a_clean_resume_equals_the_uninterrupted_run(whole, tmp_path, stops):
         validated += module.validated
     assert sequences == expected.sequences == list(range(9))
     assert sizes == expected.batch_sizes
-    # A stop may validate once more, at its own step.
-    assert [v for v in dict.fromkeys(validated) if v not in stops] == [v for v in expected.validated if v not in stops]
+    # A validation that is due at the very step of a stop is not made.
+    assert validated == [step for step in expected.validated if step not in stops] and validated[-1] == 9
     for p, q in zip(module.net.parameters(), expected.net.parameters(), strict=True):
         assert torch.equal(p, q)
     ours, theirs = run.optimizers[0].state_dict(), expected_run.optimizers[0].state_dict()
@@ -304,6 +304,20 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, number):
     assert report["steps"] == 2 and report["status"] == f"stopped by {signal.Signals(number).name}"
     with Ledger.open(tmp_path) as ledger:  # the lock is free
         assert ledger.steps == 2
+
+
+def test_a_signal_in_the_last_step(tmp_path):
+    """Nothing is left to resume, but a script must not go on."""
+    with pytest.raises(InterruptedRun, match="training is done") as caught:
+        fit(tmp_path, callbacks=[AfterTheLastStep()])
+    assert caught.value.code == 143
+    assert read_report(tmp_path)["status"] == "finished"
+
+
+class AfterTheLastStep(pl.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_asked_twice_it_ends_at_once(tmp_path):

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dprc_lightning.errors import CheckpointError, InterruptedRun
+from dprc_lightning.strategies import PrivateStrategy
 
 if TYPE_CHECKING:
     from dprc_lightning.module import DPRCModule
@@ -31,6 +32,7 @@ class GracefulStop(pl.Callback):
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._stopped: tuple[int, str] | None = None
+        self._limit: int | float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the signals over, where a main thread can.
@@ -56,7 +58,7 @@ class GracefulStop(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and stop, if the ranks agreed to.
+        """Save and stop, if the ranks agreed to; after the last step of the budget stop with a validation.
 
         Args:
             trainer: The trainer.
@@ -67,12 +69,18 @@ class GracefulStop(pl.Callback):
         """
         module = cast("DPRCModule", pl_module)
         run = module.private_run
-        if module.stop_agreed is None or run is None or self._stopped:
+        if run is None or self._stopped:
+            return
+        if module.stop_agreed is None:
+            # At its limit of steps Lightning ends without one, and the last epoch is rarely a whole one.
+            trainer.should_stop = trainer.should_stop or run.steps_left == 0
             return
         path = run.folder / "checkpoints" / CHECKPOINT_NAME
         # Within the epoch, as every checkpoint of a step is: after its end the rest of the epoch would be skipped.
         trainer.save_checkpoint(path)
         trainer.should_stop = True
+        # Lightning would validate before it stops; whoever sent the signal may not wait so long.
+        self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
         self._stopped = (
             module.stop_agreed,
             f"interrupted after step {run.applied} of {run.resolved.steps}; resume with --ckpt_path {_short(path)}",
@@ -86,6 +94,14 @@ class GracefulStop(pl.Callback):
             pl_module: The module.
         """
         self._restore()
+        if self._limit is not None:
+            trainer.limit_val_batches, self._limit = self._limit, None
+        module = cast("DPRCModule", pl_module)
+        if self._stopped is None and isinstance(trainer.strategy, PrivateStrategy):
+            # One that came in the last step or after it: the run is done, but what follows it is not wanted.
+            (number,) = trainer.strategy.max_over_ranks([module.stop_signal or 0])
+            if number:
+                self._stopped = number, "interrupted after the last step: training is done"
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise, after everything else is done.
