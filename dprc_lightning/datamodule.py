@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig
 from dprc_lightning.dropout import preserved_randomness, secret_dropout
 from dprc_lightning.errors import ConfigurationError, DatasetError
+from dprc_lightning.fingerprint import fingerprint
 from dprc_lightning.keys import Domain, RunSecret
 from dprc_lightning.run import PrivateRun
 from dprc_lightning.sampling import Groups, PoissonBatchSampler, owners_of, split_batch
@@ -143,9 +144,11 @@ def record_lengths(dataset: SizedDataset, indices: Sequence[int]) -> list[int]:
 
 
 def _without_content(batch: Any, name: str = "") -> Any:
-    """The same shapes without what is in them. Masks and lengths tell no more than the shape, and zeros may be bad."""
+    """The same shapes without what is in them."""
     if isinstance(batch, torch.Tensor):
-        return batch if "mask" in name or "length" in name else torch.zeros_like(batch)
+        # A mask that is added to scores is neutral at 0, one that selects at 1; a length of 0 may be a division by it.
+        ones = name.endswith(("mask", "length", "lengths")) and not batch.is_floating_point()
+        return torch.ones_like(batch) if ones else torch.zeros_like(batch)
     if isinstance(batch, Mapping):
         return {key: _without_content(value, str(key)) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -153,7 +156,7 @@ def _without_content(batch: Any, name: str = "") -> Any:
     if isinstance(batch, str):
         return ""
     if batch is None or isinstance(batch, int | float):
-        return batch
+        return None if batch is None else type(batch)(0)
     raise ConfigurationError([
         f"DPRCDataModule.dummy_record: not written, and a {type(batch).__name__} in a batch cannot be emptied; return "
         "a record with nothing real in it, for ranks that have none of their own"
@@ -216,9 +219,19 @@ class DPRCDataModule(pl.LightningDataModule):
 
     eval_batch_size: int = 64
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._groups: dict[str, Groups] = {}
+    _training_set: SizedDataset | None = None
+    _groups: Groups | None = None
+
+    @property
+    def training_set(self) -> SizedDataset:
+        """What `train_dataset` returned, once for each fit: another call might give the records another order."""
+        if self._training_set is None:
+            self._training_set = self.train_dataset()
+        return self._training_set
+
+    def forget_training_set(self) -> None:
+        """A fit begins: ask `train_dataset` anew."""
+        self._training_set = self._groups = None
 
     def train_dataset(self) -> SizedDataset:
         """The private records, map-style. Their number is declared public.
@@ -257,7 +270,7 @@ class DPRCDataModule(pl.LightningDataModule):
         Override it where the default does not fit. A dummy has weight 0: it costs a forward and changes nothing.
 
         Returns:
-            A record; None, the default: the shape of the first training record, all zeros but for masks and lengths.
+            A record; None, the default: the shape of the first training record, all zeros, masks and lengths ones.
         """
         return None
 
@@ -271,7 +284,7 @@ class DPRCDataModule(pl.LightningDataModule):
         if record is not None:
             return self.collate_fn([record])
         with preserved_randomness():
-            return _without_content(self.collate_fn([self.train_dataset()[0]]))
+            return _without_content(self.collate_fn([self.training_set[0]]))
 
     def num_units(self, privacy: PrivacyConfig) -> int:
         """N: how many units of privacy the training set has.
@@ -283,7 +296,7 @@ class DPRCDataModule(pl.LightningDataModule):
             The number of records, or of groups.
         """
         groups = self.groups(privacy.group_column)
-        return len(self.train_dataset()) if groups is None else len(groups)
+        return len(self.training_set) if groups is None else len(groups)
 
     def groups(self, column: str | None) -> Groups | None:
         """Whose the training records are.
@@ -293,12 +306,42 @@ class DPRCDataModule(pl.LightningDataModule):
 
         Returns:
             The groups; None if every record is a unit of its own.
+
+        Raises:
+            ConfigurationError: The column has not one value for each record.
         """
         if column is None:
             return None
-        if column not in self._groups:
-            self._groups[column] = Groups(owners_of(self.train_dataset(), column))
-        return self._groups[column]
+        if self._groups is None:
+            groups, records = Groups(owners_of(self.training_set, column)), len(self.training_set)
+            if groups.num_records != records:
+                raise ConfigurationError([
+                    f"privacy.group_column={column!r}: {groups.num_records} values for {records} training records; "
+                    "give one for each, in their order"
+                ])
+            self._groups = groups
+        return self._groups
+
+    def check_same_everywhere(
+        self, secret: RunSecret, privacy: PrivacyConfig, all_equal: Callable[[int], bool]
+    ) -> None:
+        """All ranks must number the same records alike: one that has two numbers may be drawn twice.
+
+        Looked at are the number of records, some of them, and whose they are; told to nobody is a key-dependent hash.
+
+        Args:
+            secret: The run's.
+            privacy: Tells what the unit is.
+            all_equal: A collective: have all ranks the same number?
+
+        Raises:
+            DatasetError: They do not.
+        """
+        if not all_equal(fingerprint(self.training_set, self.groups(privacy.group_column), secret)):
+            raise DatasetError(
+                f"{type(self).__name__}.train_dataset: the ranks have different records, or the same in another order; "
+                "make it the same on every rank (seed a split, sort the files)"
+            )
 
     def train_dataloader(self) -> "TrainLoader":
         """One item per logical step; an epoch has ceil(1 / sample_rate) of them.
@@ -317,7 +360,7 @@ class DPRCDataModule(pl.LightningDataModule):
             ])
         performance: PerformanceConfig = module.performance
         batches = LogicalBatches(
-            self.train_dataset(),
+            self.training_set,
             self.collate_fn,
             run.sampler(),
             performance,

@@ -330,10 +330,11 @@ def secret_identity(folder: str | os.PathLike[str]) -> dict[str, int]:
         folder: The run folder.
 
     Returns:
-        Inode and time of writing, in seconds because some network file systems keep no more. Neither is secret.
+        Inode and time of the last change of its status, which a copy cannot take along; in seconds because some network
+        file systems keep no more. Neither is secret.
     """
     status = os.stat(Path(folder) / SECRET_NAME)
-    return {"inode": status.st_ino, "written": int(status.st_mtime)}
+    return {"inode": status.st_ino, "changed": int(status.st_ctime)}
 
 
 def fsync_directory(folder: str | os.PathLike[str]) -> None:

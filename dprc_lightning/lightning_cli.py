@@ -51,6 +51,7 @@ _CHATTER = (
     "Restored all states from",
     "Loaded model weights from",
     "All distributed processes registered",
+    "`weights_only` was not set",
 )
 
 _FOLDER_LOGGERS = ("TensorBoardLogger", "CSVLogger")
@@ -94,6 +95,12 @@ class DPRCCLI(LightningCLI):
         parser.add_class_arguments(PerformanceConfig, "performance")
         parser.link_arguments("privacy", "model.init_args.privacy")
         parser.link_arguments("performance", "model.init_args.performance")
+        parser.add_argument(
+            "--fork",
+            type=bool,
+            default=False,
+            help="With --ckpt_path: go on in the folder that the settings name, with a new secret, not in its own.",
+        )
         parser.add_argument("--test_after_fit", type=bool, default=False, help="Test the trained weights after fit.")
 
     def _parse_ckpt_path(self) -> None:
@@ -119,7 +126,7 @@ class DPRCCLI(LightningCLI):
             raise ConfigurationError(problems)
         if self.subcommand != "fit":
             _log_nothing(settings.trainer)
-        elif settings.ckpt_path:
+        elif settings.ckpt_path and not settings.fork:
             _resume_in_place(settings.trainer, Path(settings.ckpt_path))
 
     def instantiate_classes(self) -> None:
@@ -152,6 +159,23 @@ class DPRCCLI(LightningCLI):
             raise
         except (MisconfigurationException, ValueError) as error:
             raise ConfigurationError([_one_line(error, settings)]) from error
+
+    def before_validate(self) -> None:
+        """Say whose figures they are not."""
+        self._warn_of_untrained_weights()
+
+    def before_test(self) -> None:
+        """Say whose figures they are not."""
+        self._warn_of_untrained_weights()
+
+    def before_predict(self) -> None:
+        """Say whose predictions they are not."""
+        self._warn_of_untrained_weights()
+
+    def _warn_of_untrained_weights(self) -> None:
+        if not self.config[self.subcommand]["ckpt_path"]:
+            said = "no --ckpt_path: these are the weights that the model begins with, not those of a run"
+            print(f"dprc: warning: {said}", file=sys.stderr, flush=True)
 
     def before_fit(self) -> None:
         """Find everything that is wrong while there is one process and no folder."""
@@ -296,21 +320,15 @@ def _log_nothing(trainer: Namespace) -> None:
 
 
 def _resume_in_place(trainer: Namespace, checkpoint: Path) -> None:
-    """Let the run go on in its own folder, unless the settings name another: then it is a fork.
-
-    A folder is named by the logger's ``version``, or by a ``save_dir`` and ``name`` that the run does not lie in.
-    """
+    """Let the run go on in its own folder, whatever the settings name: they may be those of its first start."""
     run = own_folder(checkpoint)
     if not checkpoint.exists() or not (run / LEDGER_NAME).exists():
         return
     if trainer.logger is False or trainer.logger == []:
-        trainer.default_root_dir = trainer.default_root_dir or str(run)
+        trainer.default_root_dir = str(run)
         return
     logger = _folder_logger(trainer)
-    if logger is None or logger.init_args.get("version") is not None:
-        return
-    opened = (Path(str(logger.init_args.save_dir)).expanduser() / (logger.init_args.get("name") or "")).resolve()
-    if opened not in (run, run.parent):
+    if logger is None:
         return
     logger.init_args.save_dir = str(run.parent.parent)
     logger.init_args.name = run.parent.name

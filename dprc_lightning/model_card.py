@@ -70,7 +70,9 @@ def _metadata(report: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
             "delta": epsilon["delta"],
             "unit": report["unit"],
             "neighboring_relation": report["neighboring_relation"],
-            "noise_multiplier": m["noise_multiplier"],
+            "phases": [
+                {"noise_multiplier": phase["noise_multiplier"], "steps": phase["steps"]} for phase in report["phases"]
+            ],
             "max_grad_norm": m["max_grad_norm"],
             "sample_rate": m["sample_rate"],
             "steps": report["steps"],
@@ -88,7 +90,11 @@ def _mechanism(report: Mapping[str, Any]) -> Section:
     lines = [
         "DP-SGD with randomized clipping (arXiv 2605.24879)",
         f"{report['sampling']} sampling at q = {m['sample_rate']:.5f} of N = {m['num_records']}, clipping at C = "
-        f"{m['max_grad_norm']:g} with {kind}, noise multiplier {m['noise_multiplier']:.4f}, {report['steps']} steps",
+        f"{m['max_grad_norm']:g} with {kind}",
+        *(
+            f"{phase['steps']} steps with noise multiplier {phase['noise_multiplier']:.4f}"
+            for phase in report["phases"]
+        ),
         "epsilon covers every step of the training run, and so all of its checkpoints together, not this one alone",
         *report["assumptions"],
     ]

@@ -1,5 +1,6 @@
 """The LightningModule: manual optimization, five steps in order, one call each."""
 
+import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dprc_lightning import preflight
-from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger
 from dprc_lightning.callbacks import GracefulStop, PrivacyReport
+from dprc_lightning.callbacks.run_facts import not_private_because
 from dprc_lightning.callbacks.step_log import log_step
 from dprc_lightning.clipping import ClippingHandle, attach
 from dprc_lightning.clipping.isolation import check_isolation
@@ -21,7 +22,7 @@ from dprc_lightning.diagnostics import StepStatistics, count_tokens
 from dprc_lightning.dropout import secret_dropout
 from dprc_lightning.errors import ConfigurationError, LossShapeError, StepOrderError
 from dprc_lightning.keys import Domain, RunSecret
-from dprc_lightning.resume import Origin, open_ledger, open_secret
+from dprc_lightning.resume import Opening, Origin
 from dprc_lightning.run import PrivateRun, passing_secret, run_folder
 from dprc_lightning.strategies import PrivateStrategy
 from dprc_lightning.timing import StepClock
@@ -54,7 +55,9 @@ class DPRCModule(pl.LightningModule):
         self.clock = StepClock()
         self._isolation_checked = False
         self._dummy_batch: Any = None
-        self._ledger_is_new = False
+        self._opening: Opening | None = None
+        self.earlier_runs: list[str] = []
+        """Run folders of earlier training of these very parameters: its epsilon counts on top, on the same data."""
         self.dropped_records = 0
         """Records of this run whose norm was not finite; private data."""
         self.updating = False
@@ -137,7 +140,13 @@ class DPRCModule(pl.LightningModule):
         self.optimizers().zero_grad()  # type: ignore[union-attr]
         protected = self.protected_parameters()
         strategy.check_step(protected)
-        strategy.noise_hook.arm(run.resolved.noise_std, protected, sequence, lambda: self.clock.phase("noise"))
+        strategy.noise_hook.arm(
+            run.resolved.noise_std,
+            protected,
+            sequence,
+            around=lambda: self.clock.phase("noise"),
+            check=self.handle.check_step if self.handle else lambda: None,
+        )
         return total
 
     def _on_device(self, micro_batch: Any) -> Any:
@@ -195,6 +204,7 @@ class DPRCModule(pl.LightningModule):
                 weighted = losses if weights is None else losses * weights
                 self.manual_backward(weighted.sum() * scale)
                 return
+            self.handle.check_step()
             self.handle.clipped_backward(
                 losses,
                 max_grad_norm=run.resolved.max_grad_norm,
@@ -203,6 +213,18 @@ class DPRCModule(pl.LightningModule):
                 scale=scale,
                 backward=self.manual_backward,
             )
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's, and remember the gradients before its hooks can change them.
+
+        Args:
+            loss: A scalar.
+            *args: As for ``Tensor.backward``.
+            **kwargs: Likewise.
+        """
+        super().backward(loss, *args, **kwargs)
+        if self.handle is not None:
+            self.handle.remember_gradients()
 
     def _noisy_update(self, sequence: int) -> None:
         """Step 5: the optimizer step, before which the strategy's hook adds the noise; then the scheduler."""
@@ -251,64 +273,96 @@ class DPRCModule(pl.LightningModule):
         """
         trainer, strategy = self.trainer, self.trainer.strategy
         assert isinstance(strategy, PrivateStrategy)
-        preflight.check(trainer, self, getattr(trainer, "datamodule", None), data_is_ready=True)
-        datamodule: DPRCDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        datamodule: DPRCDataModule = getattr(trainer, "datamodule", None)  # type: ignore[assignment]
+        if isinstance(datamodule, DPRCDataModule):
+            datamodule.forget_training_set()
+        preflight.check(trainer, self, datamodule, data_is_ready=True)
+        if not any(isinstance(callback, PrivacyReport) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigurationError([
+                f"{type(self).__name__}.configure_callbacks: it leaves out the library's own; return "
+                "[*super().configure_callbacks(), ...]"
+            ])
         num_records = datamodule.num_units(self.privacy)
         self._reset()
         if trainer.world_size > 1:
             self._dummy()
         private = not self.privacy.baseline_without_privacy
         if not trainer.ckpt_path:
+            if self._resumed_from is not None:
+                # Loaded for validation, say: these weights are not the initial ones.
+                self.earlier_runs.append(self._resumed_from.get("folder", "a run whose checkpoint was loaded"))
             self._resumed_from = None
         remembered = self._resumed_from or {}
         log_dir = Path(str(trainer.log_dir or trainer.default_root_dir))
         origin = Origin.of(str(trainer.ckpt_path), remembered) if private and trainer.ckpt_path else None
         folder = run_folder(log_dir, Path(str(trainer.ckpt_path)) if trainer.ckpt_path else None)
-        own = strategy.on_rank_zero(lambda: open_secret(folder, origin) if private else passing_secret())
-        secret = RunSecret.replicated(own, lambda key: strategy.from_rank_zero(lambda: key))
+        opening = strategy.on_rank_zero(lambda: Opening(folder, origin)) if private else None
         try:
+            own = (opening.secret if opening else passing_secret()) if trainer.is_global_zero else None
+            secret = RunSecret.replicated(own, lambda key: strategy.from_rank_zero(lambda: key))
+            if trainer.world_size > 1:
+                datamodule.check_same_everywhere(secret, self.privacy, strategy.all_equal)
             if private:
                 self._attach(secret)
+            if not strategy.all_equal(self._mark_of_settings()):
+                raise ConfigurationError([
+                    "the ranks have different privacy settings or models: one projection and one accounting must hold "
+                    "for all of them; start every rank with the same configuration"
+                ])
             slack = HALF_NORM_SLACK if self._runs_in_half_precision() else 0.0
-            ledger: Ledger | None = None
 
             def start() -> tuple[ResolvedPrivacy, int, int]:
-                nonlocal ledger
-                self._ledger_is_new = not (folder / LEDGER_NAME).exists()
                 k = self.handle.sketch_dim if self.handle else None
-                if not private:
+                if opening is None:
                     applied = int(remembered.get("applied_steps", 0))
                     return self.privacy.resolve(num_records, k, default_norm_slack=slack), applied, applied
-                ledger, resolved = open_ledger(
-                    folder, origin, self.privacy, num_records=num_records, sketch_dim=k, default_norm_slack=slack
+                ledger, resolved = opening.settle(
+                    self.privacy, num_records=num_records, sketch_dim=k, default_norm_slack=slack
                 )
                 return resolved, ledger.steps, ledger.next_sequence
 
             resolved, spent, next_sequence = strategy.from_rank_zero(start)
         except BaseException:
             self.release_privacy()
+            if opening is not None:
+                opening.abandon()
             raise
+        self._opening = opening
         self.private_run = PrivateRun(
             folder,
             secret,
             resolved,
-            ledger,
+            opening.ledger if opening else None,
             spent=spent,
             next_sequence=next_sequence,
             applied=origin.applied if origin else spent,
             reserve=self.performance.reserve_steps,
         )
+        because = not_private_because(trainer, self.private_run)
+        ledger = self.private_run.ledger
+        if ledger is not None and because is not None and ledger.meta.get("not_private_because") is None:
+            # Whoever resumes this run with secret noise must not get a report that forgets this part of it.
+            ledger.amend({"not_private_because": because})
         self._limit_steps(resolved)
 
     def _reset(self) -> None:
         """What belongs to one run. A refused second fit must not rewrite the report of the first."""
+        if self.private_run is not None and self.private_run.applied:
+            self.earlier_runs.append(str(self.private_run.folder))
         self.private_run = None
         self.clock = StepClock(self.trainer.strategy.root_device)
+        self._opening = None
         self._isolation_checked = not self.privacy.check_isolation
         self._dummy_batch = None
         self.dropped_records = 0
         self.updating = False
         self.stop_signal = self.stop_agreed = None
+
+    def _mark_of_settings(self) -> int:
+        """A number that two ranks share only if they clip and account alike."""
+        rows = self.handle.plan() if self.handle else []
+        text = repr((self.privacy, [(row.parameter, row.shape, row.estimator, row.side) for row in rows]))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
     def _attach(self, secret: RunSecret) -> None:
         self.handle = attach(
@@ -357,12 +411,10 @@ class DPRCModule(pl.LightningModule):
 
     def abandon_privacy(self) -> None:
         """Called by the strategy if set-up fails after `prepare_privacy`: the folder stays free for another start."""
-        run = self.private_run
         self.release_privacy()
         self.private_run = None
-        if run is not None and run.ledger is not None and self._ledger_is_new:
-            # No step was begun, and nothing was drawn.
-            run.ledger.path.unlink()
+        if self._opening is not None:
+            self._opening.abandon()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remember where the ledger was; no secret goes in. Call it from an override.
@@ -377,6 +429,7 @@ class DPRCModule(pl.LightningModule):
                 "ledger_head": ledger.head if ledger else None,
                 "global_step": self.global_step,
                 "applied_steps": self.private_run.applied,
+                "folder": str(self.private_run.folder.resolve()),
             }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -384,7 +437,17 @@ class DPRCModule(pl.LightningModule):
 
         Args:
             checkpoint: Lightning's.
+
+        Raises:
+            ConfigurationError: It is of another model.
         """
+        ours, theirs = set(self.state_dict()), set(checkpoint.get("state_dict", {}))
+        if self.strict_loading and ours != theirs:
+            odd = min(ours ^ theirs)
+            raise ConfigurationError([
+                f"--ckpt_path {self.trainer.ckpt_path}: it is of another model ({odd!r} is only in "
+                f"{'the model' if odd in ours else 'the checkpoint'}); give the settings that the run began with"
+            ])
         self._resumed_from = checkpoint.get(CHECKPOINT_KEY)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

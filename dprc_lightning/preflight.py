@@ -221,7 +221,7 @@ def _strategy(trainer: pl.Trainer) -> Iterator[str]:
     if not isinstance(trainer.strategy, PrivateStrategy):
         yield (
             f"trainer.strategy={type(trainer.strategy).__name__}: it adds no noise; "
-            "use one of ours, such as --trainer.strategy dprc_single"
+            f"use one of ours, such as --trainer.strategy {'dprc_ddp' if trainer.world_size > 1 else 'dprc_single'}"
         )
 
 
@@ -249,7 +249,7 @@ def _number_of_units(privacy: PrivacyConfig, datamodule: Any, data_is_ready: boo
     if prepares and not data_is_ready:
         return None
     try:
-        records: Any = datamodule.train_dataset()
+        records: Any = datamodule.training_set
         indexed = hasattr(records, "__len__") and hasattr(records, "__getitem__")
         if isinstance(records, IterableDataset) or not indexed:
             found.append(

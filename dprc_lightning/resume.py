@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,10 @@ class Origin:
                 "load other weights in the model's __init__"
             ])
         folder = own_folder(Path(checkpoint))
+        told = remembered.get("folder")
+        if told and not os.path.lexists(folder / LEDGER_NAME) and os.path.lexists(Path(told) / LEDGER_NAME):
+            # A requeue by Slurm, for one, leaves its checkpoint elsewhere. The ledger must hold its entry all the same.
+            folder = Path(told)
         if not os.path.lexists(folder / LEDGER_NAME):
             raise LedgerError(
                 f"--ckpt_path {checkpoint}: no ledger.jsonl in {folder}; put the run's ledger back, its steps are spent"
@@ -63,103 +67,111 @@ class Origin:
         return cls(Path(checkpoint), folder, remembered["ledger_head"], int(applied))
 
 
-def open_secret(folder: Path, origin: Origin | None) -> RunSecret:
-    """The secret of a run that begins or goes on.
+class Opening:
+    """A run on its way: what rank 0 holds until the first step may begin.
 
-    Guarantee: two continuations of one run never share their streams. The stored secret is used only where the run goes
-    on in its own folder and the file is the one that the ledger knows; in another folder, or in a copy of the folder,
-    a new secret is drawn. So is one where the secret was lost; the ledger still counts.
+    Guarantee: two continuations of one run never share their streams. A run that begins, goes on in another folder, or
+    in a copy of its folder, draws a new secret, whatever lies there; the stored one is used only where the run goes on
+    in its own folder and the file is the one that the ledger knows. So is a new one where it was lost; the ledger still
+    counts. The ledger is locked, or forked, before anything is decided by what it holds: no other process can add steps
+    to it in between.
 
     Args:
         folder: Run folder; made if it is not there.
         origin: What the run goes on from; None for a run that begins.
 
-    Returns:
-        The secret.
-
     Raises:
         ConfigurationError: A run begins in a folder that is in use.
     """
-    if origin is None:
-        refuse_used_folder(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    elif not _same(folder, origin.folder):
-        refuse_used_folder(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    else:
-        known = Ledger.open(folder, read_only=True).meta.get("secret")
-        there = os.path.lexists(folder / SECRET_NAME)
-        if there and known is not None and known != secret_identity(folder):
+
+    def __init__(self, folder: Path, origin: Origin | None) -> None:
+        self.folder, self.origin = folder, origin
+        self.ledger: Ledger | None = None
+        own = origin is not None and folder.resolve() == origin.folder.resolve()
+        self._ledger_is_new = not own
+        self._secret_is_new = False
+        if not own:
+            refuse_used_folder(folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigurationError([
+                    f"run folder {folder}: it cannot be made ({error.strerror}); choose a writable place "
+                    "(trainer.default_root_dir, or save_dir of the logger)"
+                ]) from None
+        elif origin is not None:
+            self.ledger = Ledger.open(folder, must_contain=origin.head)
+        try:
+            if self.ledger is None and origin is not None:
+                self.ledger = Ledger.fork(origin.folder, folder, must_contain=origin.head)
+            self.secret = self._secret()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _secret(self) -> RunSecret:
+        there = os.path.lexists(self.folder / SECRET_NAME)
+        if there and not self._ledger_is_new and self.ledger is not None:
+            if self.ledger.meta.get("files") == self._files():
+                return RunSecret.load(self.folder)
+        if there:
             # Kept, because nothing is ever thrown away here; its name says that nothing draws from it any more.
-            aside = folder / f"{SECRET_NAME}.copied-{os.urandom(4).hex()}"
-            os.rename(folder / SECRET_NAME, aside)
-    # One that is there without a ledger is of a start that failed before anything was drawn from it.
-    return RunSecret.load(folder) if os.path.lexists(folder / SECRET_NAME) else RunSecret.create(folder)
+            os.rename(self.folder / SECRET_NAME, self.folder / f"{SECRET_NAME}.unused-{os.urandom(4).hex()}")
+        secret = RunSecret.create(self.folder)
+        self._secret_is_new = self._ledger_is_new
+        return secret
 
+    def settle(
+        self, privacy: PrivacyConfig, *, num_records: int, sketch_dim: int | None, default_norm_slack: float
+    ) -> tuple[Ledger, ResolvedPrivacy]:
+        """Fix the mechanism of the steps to come, and write it down.
 
-def open_ledger(
-    folder: Path,
-    origin: Origin | None,
-    privacy: PrivacyConfig,
-    *,
-    num_records: int,
-    sketch_dim: int | None,
-    default_norm_slack: float,
-) -> tuple[Ledger, ResolvedPrivacy]:
-    """The ledger, open for writing, and the mechanism of the steps to come. Call `open_secret` before.
+        Args:
+            privacy: As the user asks for it now.
+            num_records: N.
+            sketch_dim: k of the attached model.
+            default_norm_slack: See `PrivacyConfig.resolve`.
 
-    Args:
-        folder: Run folder.
-        origin: What the run goes on from; None for a run that begins.
-        privacy: As the user asks for it now.
-        num_records: N.
-        sketch_dim: k of the attached model.
-        default_norm_slack: See `PrivacyConfig.resolve`.
-
-    Returns:
-        Both.
-
-    Raises:
-        LedgerError: Nothing of the budget is left.
-    """
-    if origin is None:
-        resolved = privacy.resolve(num_records, sketch_dim, default_norm_slack=default_norm_slack)
-        facts = {"mechanism": resolved.to_dict(), "secret": secret_identity(folder)}
-        return Ledger.create(folder / LEDGER_NAME, facts), resolved
-    # Read first: a refusal must not leave a forked ledger behind.
-    source = Ledger.open(origin.folder, read_only=True, must_contain=origin.head)
-    recorded = ResolvedPrivacy.from_dict(source.meta["mechanism"])
-    resolved = _mechanism_of_further_steps(
-        privacy.resolve(
+        Returns:
+            The ledger, open for writing, and the mechanism.
+        """
+        if self.ledger is None or self.origin is None:
+            resolved = privacy.resolve(num_records, sketch_dim, default_norm_slack=default_norm_slack)
+            self.ledger = Ledger.create(self.folder / LEDGER_NAME, {"mechanism": resolved.to_dict()})
+            self.ledger.amend({"files": self._files()})
+            return self.ledger, resolved
+        recorded = ResolvedPrivacy.from_dict(self.ledger.meta["mechanism"])
+        wanted = privacy.resolve(
             num_records, sketch_dim, default_norm_slack=default_norm_slack, calibrated=recorded.noise_multiplier
-        ),
-        recorded,
-        source,
-        origin,
-    )
-    if min(resolved.steps - origin.applied, resolved.budget - source.steps) < 1:
-        raise LedgerError(
-            f"run folder {origin.folder}: {spent_summary(source, recorded.delta)}, and the budget has no step left "
-            f"(privacy.steps={resolved.steps}, {origin.applied} of them in the checkpoint); to go on, resume with a "
-            "larger privacy.steps and the privacy.epsilon that all steps together may reach"
         )
-    forked = not _same(folder, origin.folder)
-    if forked:
-        ledger = Ledger.fork(origin.folder, folder, must_contain=origin.head)
-    else:
-        ledger = Ledger.open(folder, must_contain=origin.head)
-    try:
-        changes: dict[str, Any] = {}
+        resolved = _mechanism_of_further_steps(wanted, recorded, self.ledger, self.origin)
+        now: dict[str, Any] = {"mechanism": resolved.to_dict(), "files": self._files()}
         if resolved != recorded:
-            changes["mechanism"] = resolved.to_dict()
-        if secret_identity(folder) != ledger.meta.get("secret"):
-            changes["secret"] = secret_identity(folder)
+            now["asked"] = _asked(wanted)
+        changes = {name: value for name, value in now.items() if self.ledger.meta.get(name) != value}
         if changes:
-            ledger.amend(changes)
-    except BaseException:
-        ledger.close()
-        raise
-    return ledger, resolved
+            self.ledger.amend(changes)
+        return self.ledger, resolved
+
+    def _files(self) -> dict[str, Any]:
+        """Tells the files that this run wrote from copies and from what a backup brought back."""
+        ledger = self.folder / LEDGER_NAME
+        return {"secret": secret_identity(self.folder), "ledger": os.stat(ledger).st_ino if ledger.exists() else None}
+
+    def abandon(self) -> None:
+        """Give up before the first step: the ledger is as it was, and the folder free if it was."""
+        if self.ledger is None:
+            self._drop_secret()
+            return
+        self.ledger.close()
+        if self._ledger_is_new:
+            # No step was begun, and nothing was drawn.
+            self.ledger.path.unlink(missing_ok=True)
+            self._drop_secret()
+
+    def _drop_secret(self) -> None:
+        if self._secret_is_new:
+            (self.folder / SECRET_NAME).unlink(missing_ok=True)
 
 
 def _mechanism_of_further_steps(
@@ -175,34 +187,44 @@ def _mechanism_of_further_steps(
 
     Raises:
         ConfigurationError: Something else changed, or more steps without a target to calibrate them to.
+        LedgerError: Nothing of the budget is left.
     """
-    changed = [f.name for f in fields(wanted) if getattr(wanted, f.name) != getattr(recorded, f.name)]
-    if not changed:
-        return recorded
+    # Steps and epsilon are held against what was asked for last: the allowance on record grows by what was lost.
+    before = recorded.to_dict() | ledger.meta.get("asked", {})
+    now = wanted.to_dict()
+    changed = [name for name in now if now[name] != before.get(name)]
     if refused := [name for name in changed if name not in _MAY_CHANGE]:
         raise ConfigurationError([
-            f"privacy: the ledger in {origin.folder} counts steps with {name}={getattr(recorded, name)}, now it is "
-            f"{getattr(wanted, name)}; resume with the configuration it began with"
+            f"privacy: the ledger in {origin.folder} counts steps with {name}={before.get(name)}, now it is "
+            f"{now[name]}; resume with the configuration it began with"
             for name in refused
         ])
-    lost = ledger.steps - origin.applied
-    wanted = replace(wanted, crash_allowance=max(wanted.crash_allowance, lost))
-    if wanted.target_epsilon is None:
-        if wanted.budget > max(recorded.budget, ledger.steps):
-            raise ConfigurationError([
-                f"privacy.steps={wanted.steps}: this run's budget was {recorded.budget} steps with "
-                f"privacy.noise_multiplier={recorded.noise_multiplier}; more steps cost more than was declared: give "
-                "privacy.epsilon instead, and their noise is calibrated so that all steps together meet it"
-            ])
-        return wanted
-    further = wanted.budget - ledger.steps
-    if further < 1:
+    if not changed:
+        wanted = recorded
+    elif wanted.target_epsilon is None and wanted.steps + wanted.crash_allowance > recorded.budget:
+        raise ConfigurationError([
+            f"privacy.steps={wanted.steps}, privacy.crash_allowance={wanted.crash_allowance}: the run's budget was "
+            f"{recorded.budget} steps with privacy.noise_multiplier={recorded.noise_multiplier}; more steps cost more "
+            "than was declared: give privacy.epsilon instead, and their noise is calibrated so that all meet it"
+        ])
+    else:
+        allowance = max(wanted.crash_allowance, ledger.steps - origin.applied)
+        if wanted.target_epsilon is None:
+            allowance = min(allowance, recorded.budget - wanted.steps)
+        wanted = replace(wanted, crash_allowance=allowance)
+    if min(wanted.steps - origin.applied, wanted.budget - ledger.steps) < 1:
+        raise LedgerError(
+            f"run folder {origin.folder}: {spent_summary(ledger, recorded.delta)}, and the budget has no step left "
+            f"(privacy.steps={wanted.steps}, {origin.applied} of them in the checkpoint); to go on, resume with a "
+            "larger privacy.steps and the privacy.epsilon that all steps together may reach"
+        )
+    if not changed or wanted.target_epsilon is None:
         return wanted
     sigma = calibrate_noise_multiplier(
         epsilon=wanted.target_epsilon,
         delta=wanted.delta,
         sample_rate=wanted.sample_rate,
-        steps=further,
+        steps=wanted.budget - ledger.steps,
         sketch_dim=wanted.sketch_dim,
         projection=wanted.projection,
         bound=wanted.bound,
@@ -211,5 +233,5 @@ def _mechanism_of_further_steps(
     return replace(wanted, noise_multiplier=sigma)
 
 
-def _same(a: Path, b: Path) -> bool:
-    return a.resolve() == b.resolve()
+def _asked(wanted: ResolvedPrivacy) -> dict[str, Any]:
+    return {name: value for name, value in wanted.to_dict().items() if name in _MAY_CHANGE}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from toy import ToyData, ToyModule
@@ -291,6 +292,33 @@ class TestLightningCommands:
         assert (run / "config.yaml").read_text() == first
         assert "interrupted.ckpt" in (run / "config-2.yaml").read_text()
 
+    def test_a_fork_is_asked_for_and_told(self, failing, tmp_path, capsys):
+        run = tmp_path / "runs" / "toy" / "version_0"
+        with pytest.raises(RuntimeError):
+            main(["fit", "--config", failing, "--model.fail_at", "3"])
+        resume = ["fit", "--config", failing, "--ckpt_path", str(run / "checkpoints" / "interrupted.ckpt")]
+        assert main([*resume, "--fork", "true", "--trainer.logger.init_args.name", "fork"]) == 0
+        assert "a fork, with batches of its own" in capsys.readouterr().out
+        fork = tmp_path / "runs" / "fork" / "version_0"
+        assert Ledger.open(fork, read_only=True).parents == [Ledger.open(run, read_only=True).run_id]
+        assert (fork / "secret.key").read_bytes() != (run / "secret.key").read_bytes()
+
+    def test_the_checkpoint_of_another_model(self, config, tmp_path, capsys):
+        run = tmp_path / "runs" / "toy"
+        assert main(["fit", "--config", config]) == 0
+        (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
+        state = torch.load(checkpoint, weights_only=True)
+        state["state_dict"]["head.weight"] = torch.zeros(1)
+        torch.save(state, tmp_path / "other.ckpt")
+        capsys.readouterr()
+        assert main(["test", "--config", config, "--ckpt_path", str(tmp_path / "other.ckpt")]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "of another model ('head.weight' is only in the checkpoint)" in error
+
+    def test_figures_without_a_checkpoint_are_nobodys(self, config, capsys):
+        assert main(["test", "--config", config]) == 0
+        assert "the weights that the model begins with" in capsys.readouterr().err
+
     def test_evaluation_leaves_no_folder(self, failing, tmp_path):
         assert main(["fit", "--config", failing]) == 0
         versions = tmp_path / "runs" / "toy"
@@ -394,12 +422,12 @@ class TestWhereAResumeGoes:
         _resume_in_place(trainer, self.checkpoint(tmp_path / "toy" / "version_0"))
         assert trainer.logger[0].init_args.version == "version_0" and trainer.logger[1] == other
 
-    def test_a_folder_that_is_named_is_meant(self, tmp_path):
+    def test_whatever_the_settings_name(self, tmp_path):
+        """They may be those of the first start, without what its command line changed."""
         checkpoint = self.checkpoint(tmp_path / "toy" / "version_0")
-        for trainer in (self.settings(tmp_path, version="fork"), self.settings(tmp_path, name="fork")):
-            before = trainer.clone()
+        for trainer in (self.settings(tmp_path, version="other"), self.settings(tmp_path / "x", name="other")):
             _resume_in_place(trainer, checkpoint)
-            assert trainer == before
+            assert self.place(trainer) == tmp_path / "toy" / "version_0"
 
     def test_the_trainers_default_logger(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -409,10 +437,10 @@ class TestWhereAResumeGoes:
 
     def test_no_logger(self, tmp_path):
         checkpoint = self.checkpoint(tmp_path / "run")
-        for given, used in ((None, str(tmp_path / "run")), ("elsewhere", "elsewhere")):
+        for given in (None, "elsewhere"):
             trainer = Namespace(logger=False, default_root_dir=given)
             _resume_in_place(trainer, checkpoint)
-            assert trainer.default_root_dir == used
+            assert trainer.default_root_dir == str(tmp_path / "run")
 
     def test_a_checkpoint_of_no_run(self, tmp_path):
         checkpoint = self.checkpoint(tmp_path / "toy" / "version_0")

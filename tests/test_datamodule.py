@@ -66,8 +66,8 @@ def test_a_dummy_has_the_shape_and_nothing_of_the_content():
     }
     dummy = Given(UserDict(record)).dummy_batch()
     assert dummy["input_ids"].tolist() == [[0, 0, 0]] and dummy["nested"][0].tolist() == [[0, 0], [0, 0]]
-    assert dummy["attention_mask"].tolist() == [[1, 1, 0]] and dummy["lengths"].tolist() == [2]
-    assert dummy["nested"][1] == ["", 3]
+    assert dummy["attention_mask"].tolist() == [[1, 1, 1]] and dummy["lengths"].tolist() == [1]
+    assert dummy["nested"][1] == ["", 0]
     assert record["input_ids"].tolist() == [[5, 6, 7]]
 
 

@@ -80,6 +80,30 @@ def test_delta_is_held_against_the_number_of_people(tmp_path):
     trainer(tmp_path, ZeroNoise()).fit(Looks(privacy(group_column="person", delta=0.1)), datamodule=Owned())
 
 
+def test_one_order_of_the_records_for_the_whole_run(tmp_path):
+    """A data module that shuffles would otherwise give the groups one order and the loader another."""
+
+    class Shuffled(Owned):
+        def train_dataset(self):
+            order = torch.randperm(40)
+            return torch.utils.data.Subset(super().train_dataset(), order.tolist())
+
+    module = Looks(settings(sample_rate=0.5))
+    trainer(tmp_path, ZeroNoise()).fit(module, datamodule=Shuffled())
+    assert all(len({r % 8 for r in records}) == len(records) for records in module.seen.values())
+
+
+def test_a_value_for_each_record(tmp_path):
+    class Short(ToyData):
+        def train_dataset(self):
+            data = super().train_dataset()
+            data.groups = {"person": ["x"] * 39}
+            return data
+
+    with pytest.raises(ConfigurationError, match="39 values for 40 training records"):
+        trainer(tmp_path, ZeroNoise()).fit(ToyModule(privacy(group_column="person")), datamodule=Short())
+
+
 def test_no_such_column(tmp_path):
     with pytest.raises(ConfigurationError, match="group_column='author'.*'index', 'person'"):
         trainer(tmp_path, ZeroNoise()).fit(Looks(privacy(group_column="author")), datamodule=Owned())

@@ -177,6 +177,25 @@ def test_interrupt_after_the_write_ends_the_ledger(run, monkeypatch):
         assert ledger.reserve(EVENT).take() == 4
 
 
+def test_interrupt_between_the_entry_and_its_object(run, monkeypatch):
+    """The entry is in the chain, the reservation in nobody's hands: closing must not close another one."""
+    ledger = Ledger.open(run)
+    ledger.reserve(EVENT, count=2).take()
+    write = ledger._write
+
+    def interrupted(entries):
+        write(entries)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.reserve(EVENT, count=3)
+    ledger.close()
+    with Ledger.open(run) as ledger:
+        assert ledger.steps == 8 and ledger.reserve(EVENT).take() == 8
+
+
 def test_a_failed_create_leaves_no_file(tmp_path, monkeypatch):
     def failing(*_):
         raise OSError(errno.EIO, "Input/output error")

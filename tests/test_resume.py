@@ -4,16 +4,18 @@ import json
 import os
 import shutil
 import signal
+import time
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from toy import ToyData, ToyModule, privacy, trainer
+from toy import ToyData, ToyModule, privacy, share_secret, trainer
 
 from dprc_lightning import PerformanceConfig
 from dprc_lightning.accounting import Accountant, Ledger, StepEvent
+from dprc_lightning.accounting.ledger import LedgerLockedError
 from dprc_lightning.errors import ConfigurationError, InterruptedRun, LedgerError
 from dprc_lightning.keys import Domain, RunSecret
 from dprc_lightning.noise import NoiseStream
@@ -51,7 +53,7 @@ class Interrupt(pl.Callback):
 
 def fit(folder, module=None, ckpt_path=None, noise=None, **changes):
     module = module or Learner()
-    noise = noise or NoiseStream.for_testing(3)
+    noise = None if noise == "real" else noise or NoiseStream.for_testing(3)
     run = trainer(folder, noise, limit_val_batches=1.0, **changes)
     run.fit(module, datamodule=ToyData(), ckpt_path=ckpt_path)
     return module, run
@@ -78,9 +80,9 @@ def _ctrl_c_is_heard():
 
 
 @pytest.mark.parametrize("stops", [[2], [4], [1, 5, 6], [8]], ids=str)
-def test_a_clean_resume_equals_the_uninterrupted_run(whole, tmp_path, stops):
+def test_a_clean_resume_equals_the_uninterrupted_run(whole, tmp_path, stops, monkeypatch):
     folder, expected, expected_run = whole
-    shutil.copy(folder / "secret.key", tmp_path)
+    share_secret(monkeypatch, folder)
     sequences, sizes, validated, checkpoint = [], [], [], None
     for stop in [*stops, None]:
         callbacks = [] if stop is None else [Interrupt(stop)]
@@ -113,10 +115,10 @@ def test_a_clean_resume_equals_the_uninterrupted_run(whole, tmp_path, stops):
     assert module.private_run.applied == 9
 
 
-def test_another_noise_stream_moves_the_parameters(whole, tmp_path):
+def test_another_noise_stream_moves_the_parameters(whole, tmp_path, monkeypatch):
     """The comparison above can fail."""
     folder, expected, _ = whole
-    shutil.copy(folder / "secret.key", tmp_path)
+    share_secret(monkeypatch, folder)
     module, _ = fit(tmp_path, noise=NoiseStream.for_testing(4))
     assert module.batch_sizes == expected.batch_sizes
     assert any(not torch.equal(p, q) for p, q in zip(module.net.parameters(), expected.net.parameters(), strict=True))
@@ -177,13 +179,12 @@ class TestMoreSteps:
     def stopped(self, folder, steps=6, at=4, **changes):
         module = Learner(privacy(**self.settings | changes, steps=steps))
         with pytest.raises(InterruptedRun):
-            fit(folder, module, callbacks=[Interrupt(at)], noise=NoiseStream.fresh())
+            fit(folder, module, callbacks=[Interrupt(at)], noise="real")
         return folder / "checkpoints" / "interrupted.ckpt"
 
     def test_their_noise_pays_for_what_is_spent(self, tmp_path):
         checkpoint = self.stopped(tmp_path)
-        real = NoiseStream.fresh()
-        module, _ = fit(tmp_path, Learner(privacy(**self.settings, steps=12)), ckpt_path=checkpoint, noise=real)
+        module, _ = fit(tmp_path, Learner(privacy(**self.settings, steps=12)), ckpt_path=checkpoint, noise="real")
         assert module.private_run.applied == 12
         ledger = Ledger.open(tmp_path, read_only=True)
         (first, four), (second, eight) = ledger.spent()
@@ -273,6 +274,100 @@ class TestForks:
         (tmp_path / "secret.key").unlink()
         module, _ = fit(tmp_path, ckpt_path=checkpoint)
         assert module.sequences == list(range(3, 9)) and Ledger.open(tmp_path, read_only=True).steps == 9
+
+
+class TestSecrets:
+    """No two continuations share their streams, whatever lies around."""
+
+    def stopped(self, folder, at=3):
+        with pytest.raises(InterruptedRun):
+            fit(folder, callbacks=[Interrupt(at)])
+        return folder / "checkpoints" / "interrupted.ckpt"
+
+    def key(self, folder):
+        return (folder / "secret.key").read_bytes()
+
+    def test_a_fork_never_takes_a_copied_secret(self, tmp_path):
+        checkpoint = self.stopped(tmp_path / "a")
+        (tmp_path / "b").mkdir()
+        shutil.copy2(tmp_path / "a" / "secret.key", tmp_path / "b")
+        fit(tmp_path / "b", ckpt_path=checkpoint)
+        assert self.key(tmp_path / "a") != self.key(tmp_path / "b")
+        assert len(list((tmp_path / "b").glob("secret.key.unused-*"))) == 1
+
+    def test_a_run_that_begins_never_takes_one_that_lies_there(self, tmp_path):
+        fit(tmp_path)
+        before = self.key(tmp_path)
+        (tmp_path / "ledger.jsonl").unlink()
+        fit(tmp_path)
+        assert self.key(tmp_path) != before
+
+    @pytest.mark.parametrize("how", ["replaced", "overwritten"])
+    def test_a_backup_that_is_put_back_draws_other_batches(self, tmp_path, how):
+        """As rsync does it (what is equal stays, what differs is replaced), and as cp does."""
+        run, backup = tmp_path / "run", tmp_path / "backup"
+        self.stopped(run)
+        shutil.copytree(run, backup)
+        fit(run, ckpt_path=run / "checkpoints" / "interrupted.ckpt")
+        before = self.key(run)
+        if how == "replaced":
+            for name in ("ledger.jsonl", "checkpoints/interrupted.ckpt"):
+                shutil.copy2(backup / name, run / "temporary")
+                os.replace(run / "temporary", run / name)
+        else:
+            time.sleep(1.1)  # times are kept in whole seconds
+            for name in ("ledger.jsonl", "secret.key", "checkpoints/interrupted.ckpt"):
+                shutil.copy2(backup / name, run / name)
+        fit(run, ckpt_path=run / "checkpoints" / "interrupted.ckpt")
+        assert self.key(run) != before
+
+    def test_the_ledger_is_locked_before_the_noise_is_calibrated(self, tmp_path, monkeypatch):
+        """Another process could add steps to it in the meantime."""
+        settings = {"noise_multiplier": None, "epsilon": 6.0}
+        with pytest.raises(InterruptedRun):
+            fit(tmp_path / "a", Learner(privacy(**settings, steps=6)), callbacks=[Interrupt(3)])
+        checkpoint, seen = tmp_path / "a" / "checkpoints" / "interrupted.ckpt", []
+
+        def calibrate(*, spent, **_):
+            seen.append(sum(count for _, count in spent))
+            with pytest.raises(LedgerLockedError):
+                Ledger.open(seen_folder)
+            return 2.0
+
+        monkeypatch.setattr("dprc_lightning.resume.calibrate_noise_multiplier", calibrate)
+        # A fork counts what it copied, whatever its parent does meanwhile.
+        seen_folder = tmp_path / "b"
+        with Ledger.open(tmp_path / "a") as running:
+            running.reserve({"noise_multiplier": 1.0, "sample_rate": 0.25, "sketch_dim": None}, count=2)
+            fit(tmp_path / "b", Learner(privacy(**settings, steps=12, crash_allowance=2)), ckpt_path=checkpoint)
+        seen_folder = tmp_path / "a"
+        fit(tmp_path / "a", Learner(privacy(**settings, steps=12, crash_allowance=2)), ckpt_path=checkpoint)
+        assert seen == [5, 3]
+
+
+class TestRepeatedResumes:
+    def test_the_same_settings_calibrate_once(self, tmp_path, monkeypatch):
+        """Also when the first change came after a loss, which the allowance on record then covers."""
+        settings = {"noise_multiplier": None, "epsilon": 6.0}
+        every = ModelCheckpoint(tmp_path / "checkpoints", save_top_k=-1, every_n_train_steps=1, filename="{step}")
+        with pytest.raises(RuntimeError):
+            fit(tmp_path, Dies(privacy(**settings, steps=5)), callbacks=[every], enable_checkpointing=True)
+        more = Learner(privacy(**settings, steps=9))
+        with pytest.raises(InterruptedRun):
+            fit(tmp_path, more, ckpt_path=tmp_path / "checkpoints" / "step=2.ckpt", callbacks=[Interrupt(4)])
+        monkeypatch.setattr("dprc_lightning.resume.calibrate_noise_multiplier", None)
+        module, _ = fit(
+            tmp_path, Learner(privacy(**settings, steps=9)), ckpt_path=tmp_path / "checkpoints" / "interrupted.ckpt"
+        )
+        assert module.private_run.applied == 9
+        assert len(Ledger.open(tmp_path, read_only=True).spent()) == 2
+
+    def test_fewer_steps_after_a_loss(self, tmp_path):
+        every = ModelCheckpoint(tmp_path / "checkpoints", save_top_k=-1, every_n_train_steps=1, filename="{step}")
+        with pytest.raises(RuntimeError):
+            fit(tmp_path, Dies(privacy(steps=8)), callbacks=[every], enable_checkpointing=True)
+        module, _ = fit(tmp_path, Learner(privacy(steps=7)), ckpt_path=tmp_path / "checkpoints" / "step=2.ckpt")
+        assert module.private_run.applied == 7 and Ledger.open(tmp_path, read_only=True).steps == 8
 
 
 class TestReservations:

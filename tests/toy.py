@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dprc_lightning import DPRCDataModule, DPRCModule, PerformanceConfig, PrivacyConfig
+from dprc_lightning.keys import RunSecret
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies import PrivateSingleDeviceStrategy
 
@@ -25,6 +26,19 @@ class ZeroNoise(NoiseStream):
     def normal(self, n: int) -> Tensor:
         self.drawn += n
         return torch.zeros(n, dtype=torch.float64)
+
+
+def share_secret(monkeypatch: Any, source: Path) -> None:
+    """Let the next run draw what another one drew: no run does by itself, whatever lies in its folder."""
+    key = (source / "secret.key").read_bytes()
+
+    def create(cls: type[RunSecret], folder: Path) -> RunSecret:
+        path = Path(folder) / "secret.key"
+        path.write_bytes(key)
+        path.chmod(0o600)
+        return cls.load(folder)
+
+    monkeypatch.setattr(RunSecret, "create", classmethod(create))
 
 
 class ToyModule(DPRCModule):

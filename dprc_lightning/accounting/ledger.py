@@ -220,7 +220,9 @@ class Ledger:
         if used is not None and (isinstance(used, bool) or not isinstance(used, int) or not taken <= used <= reserved):
             raise InvalidArgumentError("used", used, f"an integer from {taken} (taken) to {reserved} (reserved)")
         try:
-            if reservation is not None and self._log.writable:
+            # An interrupt may have come between a reservation's entry and its object: that one counts in full.
+            known = reservation is not None and self._unclosed == (reservation.first, reservation.count)
+            if reservation is not None and known and self._log.writable:
                 entry = {"type": "close", "sequence": reservation.first, "used": taken if used is None else used}
                 self._write([entry])
         finally:

@@ -66,11 +66,7 @@ class PrivacyReport(pl.Callback):
         self._steps_seen = run.spent
         rows = module.handle.plan() if module.handle else []
         because = not_private_because(trainer, run)
-        if run.ledger is not None and because is not None:
-            if run.ledger.meta.get("not_private_because") is None:
-                # Whoever resumes this run with secret noise must not get a report that forgets this part of it.
-                run.ledger.amend({"not_private_because": because})
-        elif run.ledger is not None:
+        if run.ledger is not None and because is None:
             spent = [(StepEvent.from_dict(event), count) for event, count in run.ledger.spent()]
             self._lookup = EpsilonLookup(step_event(run.resolved), run.resolved.budget, run.resolved.delta, spent)
         self._start = start_facts(trainer, module, rows, because)
@@ -182,6 +178,7 @@ class PrivacyReport(pl.Callback):
             status=status,
             not_private_because=None if run.ledger is None else run.ledger.meta.get("not_private_because"),
             parents=() if run.ledger is None else run.ledger.parents,
+            run_id=None if run.ledger is None else run.ledger.run_id,
             steps=run.spent,
             applied_steps=applied,
             metrics=metrics,
@@ -212,6 +209,7 @@ class PrivacyReport(pl.Callback):
             report["metrics"].update(metrics)
             report["metrics_step"] = (report["metrics_step"] or {}) | dict.fromkeys(metrics, step)
         write_report(folder, report)
+        _say("  ".join(f"{name} {value:.3f}" for name, value in sorted(metrics.items())))
 
 
 def _dprc(module: pl.LightningModule) -> "DPRCModule":
@@ -266,8 +264,11 @@ def _opening(module: "DPRCModule", plan: list[PlanRow], lookup: EpsilonLookup | 
         lines.append(f"  {batch}")
     if r.crash_allowance:
         lines.append(f"  budget {r.budget} steps: {r.crash_allowance} of them may be lost to crashes")
+    if run.ledger is not None and run.ledger.parents:
+        lines.append("  a fork, with batches of its own: who publishes both continuations pays for the steps of both")
     if run.spent:
-        lines.append(f"  {run.spent} steps are spent already, {run.steps_left} are left")
+        lost = f" ({run.spent - run.applied} of them lost to crashes)" if run.spent > run.applied else ""
+        lines.append(f"  {run.spent} steps are spent already{lost}, {run.steps_left} are left")
     sketched = [row for row in plan if row.estimator != "exact"]
     exact = [row for row in plan if row.estimator == "exact"]
     return "\n".join([
@@ -284,12 +285,13 @@ def _tensors(rows: list[PlanRow]) -> str:
 
 
 def _closing(report: dict[str, Any]) -> str:
+    figures = "".join(f"{name} {value:.3f}. " for name, value in sorted(report["metrics"].items()))
     if not report["private"]:
-        return f"NOT PRIVATE: {report['not_private_because']}. Report: {report['paths']['report']}"
+        return f"{figures}NOT PRIVATE: {report['not_private_because']}. Report: {report['paths']['report']}"
     e = report["epsilon"]
     bounds = ", ".join(f"{name} {e[name]:.4f}" for name in ("lower", "estimate", "upper"))
     done = f"after {report['steps']} steps ({report['status']})"
-    return f"epsilon at delta {e['delta']:g}: {bounds} {done}. Report: {report['paths']['report']}"
+    return f"{figures}epsilon at delta {e['delta']:g}: {bounds} {done}. Report: {report['paths']['report']}"
 
 
 @rank_zero_only

@@ -89,7 +89,10 @@ def ending_facts(trainer: pl.Trainer, module: "DPRCModule") -> dict[str, Any]:
         "dropped_records": module.dropped_records if module.privacy.log_unprotected else None,
         "logged_unprotected": _unprotected(trainer, module),
         "paths": _paths(trainer, run.folder),
-        "cost": {
+        # Seconds follow the sizes of the batches that were drawn.
+        "cost": None
+        if not module.privacy.log_unprotected
+        else {
             "training_seconds": sum(steps),
             "median_step_seconds": sorted(steps)[len(steps) // 2] if steps else 0.0,
             "measured_steps": len(steps),

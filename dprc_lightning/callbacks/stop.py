@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from dprc_lightning.errors import CheckpointError, InterruptedRun
+from dprc_lightning.errors import CheckpointError, InterruptedRun, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.strategies import PrivateStrategy
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class GracefulStop(pl.Callback):
         alone = trainer.world_size == 1
         if isinstance(exception, InterruptedRun) or trainer.state.fn != "fit" or run is None:
             return
-        if not run.applied or module.updating or not alone:
+        if not run.applied or module.updating or not alone or _is_unclean(module, exception):
             return
         path = run.folder / "checkpoints" / CHECKPOINT_NAME
         try:
@@ -158,6 +158,19 @@ class GracefulStop(pl.Callback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+def _is_unclean(module: "DPRCModule", exception: BaseException) -> bool:
+    """Whether buffers or parameters may hold what the guards refused to release."""
+    if isinstance(exception, UnsupportedModuleError | UnclippedGradientError):
+        return True
+    try:
+        if module.handle is not None:
+            module.handle.check_kept()
+    except (UnsupportedModuleError, UnclippedGradientError) as error:
+        _say(f"nothing saved: {error}")
+        return True
+    return False
 
 
 def _short(path: Path) -> Path:

@@ -24,9 +24,11 @@ class ModelGuard:
         self._versions: dict[str, int] = {}
         self._watches: dict[str, int] = {}
         self._kept = self._kept_state()
+        self._clipped: dict[str, tuple[Tensor | None, int]] = {}
 
     def begin_step(self) -> None:
         """Remember parameters and buffers as they are."""
+        self._clipped = {}
         self._versions = self._parameter_versions()
         self._kept = self._kept_state()
 
@@ -65,15 +67,57 @@ class ModelGuard:
                 "the parameters changed since begin_step(): call begin_step() for every logical step, "
                 "a projection must not serve two"
             )
+        self.check_kept()
+        if not within_step:
+            self._kept = self._kept_state()
+
+    def check_kept(self) -> None:
+        """What is released beside the trained parameters must be what it was when the step began.
+
+        Raises:
+            UnsupportedModuleError: A buffer or a frozen parameter has changed.
+        """
         now = self._kept_state()
         for name, (tensor, version) in self._kept.items():
             if name in now and (now[name][0] is not tensor or now[name][1] != version):
                 raise UnsupportedModuleError(
-                    f"buffer or frozen parameter {name!r} was changed by the forward: what it learns of the records is "
-                    "released without noise; use a layer without running statistics"
+                    f"buffer or frozen parameter {name!r} was changed within the step: what it learns of the records "
+                    "is released without noise; use a layer without running statistics, and change it between steps"
                 )
-        if not within_step:
-            self._kept = now
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the gradients of the last backward are known."""
+        return bool(self._clipped)
+
+    def forget_gradients(self) -> None:
+        """A clipped backward begins."""
+        self._clipped = {}
+
+    def remember_gradients(self) -> None:
+        """A clipped backward, and what its engine does with the gradients, is over."""
+        self._clipped = self._gradients()
+
+    def check_gradients(self) -> None:
+        """Since then nobody may have changed them.
+
+        Raises:
+            UnclippedGradientError: Somebody has.
+        """
+        now = self._gradients()
+        for name, (gradient, version) in self._clipped.items():
+            if name in now and (now[name][0] is not gradient or now[name][1] != version):
+                raise UnclippedGradientError(
+                    f"the gradient of parameter {name!r} was changed after it was clipped (on_after_backward, or a "
+                    "hook of the optimizer that comes before the noise); change it nowhere"
+                )
+
+    def _gradients(self) -> dict[str, tuple[Tensor | None, int]]:
+        found = {}
+        for name, tracker in self._state.trackers.items():
+            gradient = tracker.parameter.grad
+            found[name] = (gradient, -1 if gradient is None else gradient._version)
+        return found
 
     def _kept_state(self) -> dict[str, tuple[Tensor, int]]:
         """What is released beside the trained parameters."""

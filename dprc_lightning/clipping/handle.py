@@ -180,6 +180,7 @@ class ClippingHandle:
         for parameter in self.parameters:
             _accumulate_in_float32(parameter)
         self._dropped = 0
+        self._guard.forget_gradients()
         self._factors = clipped_backward(
             self._state,
             losses,
@@ -191,6 +192,8 @@ class ClippingHandle:
             on_nonfinite=self._settings.on_nonfinite,
             norm_slack=self._settings.norm_slack,
         )
+        if not self._guard.remembers:
+            self._guard.remember_gradients()
         left_out = ~torch.isfinite(norms)
         self._dropped = int((left_out if weights is None else left_out & (weights > 0)).sum())
 
@@ -211,6 +214,26 @@ class ClippingHandle:
             if bool(smaller.where(taken.isfinite(), given.isfinite()).any()):
                 raise InvalidArgumentError("norms", "<private>", "expected float32, none smaller than norms() returned")
         return given
+
+    def remember_gradients(self) -> None:
+        """The backward is over, and whatever its engine does with the gradients; hooks of others may follow.
+
+        `clipped_backward` does it at its end; an engine whose own backward calls such hooks does it before them.
+        """
+        self._guard.remember_gradients()
+
+    def check_step(self) -> None:
+        """Before the next backward or the noise: gradients, buffers, frozen parameters are as the clipping left them.
+
+        In a loop of one's own it is for the caller to use; a DPRCModule calls it. An UnclippedGradientError or an
+        UnsupportedModuleError names what has changed.
+        """
+        self._guard.check_gradients()
+        self._guard.check_kept()
+
+    def check_kept(self) -> None:
+        """Buffers and frozen parameters are what they were when the step began; else an UnsupportedModuleError."""
+        self._guard.check_kept()
 
     def plan(self) -> list[PlanRow]:
         """One row per trainable parameter: how its norm is had, and at what cost."""

@@ -103,6 +103,7 @@ def assumptions(report: Mapping[str, Any]) -> list[str]:
         One sentence or two each.
     """
     grouped = report["mechanism"].get("group_column") is not None
+    budget = report["mechanism"]["steps"]
     units = "groups" if grouped else "training records"
     lines = [
         f"Unit of privacy: {report['unit']}. Neighbouring data sets differ by adding or removing one such unit.",
@@ -118,6 +119,8 @@ def assumptions(report: Mapping[str, Any]) -> list[str]:
             "The mechanism changed on the way (see the phases): nobody decided to go on, or how far, by looking at "
             "what the earlier steps released."
         )
+    if report["steps"] < budget:
+        lines.append("The run made fewer steps than planned: nobody ended it by looking at what its steps released.")
     if report["forked_from"]:
         lines.append(
             "This run continues another one and counts its steps. Its epsilon is that of this continuation alone: who "

@@ -23,8 +23,8 @@ START_NAME = "resolved.json"
 def read_report(folder: str | Path) -> dict[str, Any]:
     """A run's report, whatever became of the run.
 
-    Where ``report.json`` is missing, or the ledger has steps that it does not know of, the run was killed or still
-    runs: the report is then made from ``ledger.jsonl`` and ``resolved.json``. Nothing is written.
+    Where ``report.json`` is missing, or tells of other steps than the ledger, the run was killed or still runs: the
+    report is then made from ``ledger.jsonl`` and ``resolved.json``. Nothing is written.
 
     Args:
         folder: Run folder.
@@ -40,7 +40,7 @@ def read_report(folder: str | Path) -> dict[str, Any]:
     path = folder / JSON_NAME
     report = _upgraded(_read(path))
     ledger = Ledger.open(folder / LEDGER_NAME, read_only=True) if os.path.lexists(folder / LEDGER_NAME) else None
-    if report is not None and (ledger is None or ledger.steps <= (report.get("steps") or 0)):
+    if report is not None and (ledger is None or _is_of(report, ledger)):
         return report
     start = _read(folder / START_NAME)
     if ledger is None and start is None:
@@ -91,6 +91,15 @@ def write_start(folder: Path, start: Mapping[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / START_NAME, {"format": FORMAT_VERSION, **start})
+
+
+def _is_of(report: Mapping[str, Any], ledger: Ledger) -> bool:
+    """Whether the report tells of the very steps that the ledger counts: one may have been put back, or gone on."""
+    told = [{name: value for name, value in phase.items() if name != "steps"} for phase in report["phases"]]
+    counts = [phase["steps"] for phase in report["phases"]]
+    return (
+        list(zip(told, counts, strict=True)) == ledger.spent() and report.get("run_id", ledger.run_id) == ledger.run_id
+    )
 
 
 def _upgraded(report: dict[str, Any] | None) -> dict[str, Any] | None:

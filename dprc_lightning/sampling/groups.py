@@ -1,9 +1,13 @@
 """Whose a record is: the unit of privacy when one person has many records."""
 
+import datetime
+import math
+import uuid
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from dprc_lightning.errors import ConfigurationError
 from dprc_lightning.keys import KeyStream, derive
@@ -28,19 +32,14 @@ class Groups:
         owners: For each record, in order, whose it is.
 
     Raises:
-        ConfigurationError: A record without an owner.
+        ConfigurationError: A record without an owner, or one that cannot be compared.
     """
 
     def __init__(self, owners: Iterable[Hashable]) -> None:
         numbers: dict[Hashable, int] = {}
         of_record = []
         for index, owner in enumerate(owners):
-            # A record of nobody would be a group with all the others of nobody, or be left out: neither is meant.
-            if owner is None or owner != owner:
-                raise ConfigurationError([
-                    f"privacy.group_column: record {index} has no value; drop it, or give it one"
-                ])
-            of_record.append(numbers.setdefault(owner, len(numbers)))
+            of_record.append(numbers.setdefault(_plain(owner, index), len(numbers)))
         group = np.asarray(of_record, dtype=np.int64)
         self._records = np.argsort(group, kind="stable")
         self._sizes = np.bincount(group, minlength=len(numbers)) if len(group) else np.zeros(0, dtype=np.int64)
@@ -53,6 +52,12 @@ class Groups:
     def num_records(self) -> int:
         """Records of all groups."""
         return len(self._records)
+
+    def numbers(self) -> np.ndarray:
+        """The group of each record, int64, [N records]."""
+        found = np.empty(len(self._records), dtype=np.int64)
+        found[self._records] = np.repeat(np.arange(len(self)), self._sizes)
+        return found
 
     def pick(self, groups: np.ndarray, key: bytes, sequence: int) -> np.ndarray:
         """One record of each group.
@@ -78,6 +83,21 @@ class Groups:
             for g, word in zip(groups, words, strict=True)
         ]
         return self._records[np.asarray(chosen, dtype=np.int64)]
+
+
+def _plain(owner: Any, index: int) -> Hashable:
+    """An owner as a plain value: tensors and most objects equal nothing but themselves, each a group of its own."""
+    if isinstance(owner, torch.Tensor | np.ndarray | np.generic) and owner.ndim == 0:
+        owner = owner.item()
+    # A record of nobody would be a group with all the others of nobody, or be left out: neither is meant.
+    if owner is None or (isinstance(owner, float) and math.isnan(owner)):
+        raise ConfigurationError([f"privacy.group_column: record {index} has no value; drop it, or give it one"])
+    if not isinstance(owner, str | bytes | bool | int | float | datetime.date | uuid.UUID):
+        raise ConfigurationError([
+            f"privacy.group_column: record {index} has a {type(owner).__name__}, which does not tell whether two "
+            "owners are the same; use a string or a number"
+        ])
+    return owner
 
 
 def owners_of(dataset: Any, column: str) -> Iterable[Hashable]:

@@ -62,12 +62,13 @@ class PrivateDDPStrategy(PrivateStrategy, DDPStrategy):
         """
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_bfloat16(trainer)
-            self._init_privacy(self._given_stream or self._shared_stream())
+            self._init_privacy(self._given_stream, self._shared_stream)
         with self._private_setup(trainer):
             module: Any = trainer.lightning_module
             # DDP waits for every parameter's gradient, unless it looks at each graph which ones will come.
             if trainer.state.fn == TrainerFn.FITTING and module.privacy.unused == "zero":
                 self._ddp_kwargs.setdefault("find_unused_parameters", True)
+            _refuse_ignored(module)
             super().setup(trainer)
             self._reduced = {id(p) for p in module.parameters() if p.requires_grad}
 
@@ -101,6 +102,9 @@ class PrivateDDPStrategy(PrivateStrategy, DDPStrategy):
         Raises:
             UnsupportedModuleError: They are others than at the beginning of fit.
         """
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and model._comm_hooks:
+            raise UnsupportedModuleError("a communication hook changes what is summed over the ranks; register none")
         if {id(parameter) for parameter in protected} != self._reduced:
             raise UnsupportedModuleError(
                 "parameters were frozen or unfrozen after fit began: dprc_ddp reduces those that trained at its start; "
@@ -141,7 +145,20 @@ def _refuse_bfloat16(trainer: Trainer) -> None:
         ])
 
 
+def _refuse_ignored(module: torch.nn.Module) -> None:
+    """What DDP is told to leave alone it would not reduce: each replica would keep its own part of the sum."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+    trained = [name for name, p in module.named_parameters() if p.requires_grad and name in ignored]
+    if trained:
+        raise ConfigurationError([
+            f"strategy dprc_ddp: parameter {trained[0]!r} trains and is in _ddp_params_and_buffers_to_ignore; take it "
+            "out, or freeze it"
+        ])
+
+
 _REFUSED = {
+    "mixed_precision": "gradients would be summed in a lower precision; set trainer.precision instead",
+    "process_group": "the ranks of a group of its own would not share the noise; leave it out",
     "ddp_comm_hook": "a communication hook changes what is summed; leave it out",
     "ddp_comm_state": "a communication hook changes what is summed; leave it out",
     "ddp_comm_wrapper": "a communication hook changes what is summed; leave it out",

@@ -30,20 +30,24 @@ class NoiseHook:
 
     Args:
         stream: Where noise comes from; fresh operating-system entropy, never stored.
+        is_given: Whether the stream came from outside, where nobody knows who else has its key: a test's.
     """
 
-    def __init__(self, stream: NoiseStream) -> None:
+    def __init__(self, stream: NoiseStream, *, is_given: bool = False) -> None:
         self._stream = stream
+        self._is_given = is_given
         self._std: float | None = None
         self._noised: set[int] = set()
         self._optimizers: list[Optimizer] = []
         self._protected: set[int] = set()
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._check: Callable[[], None] = lambda: None
+        self._noisy: list[tuple[Tensor, Tensor | None, int | None]] = []
 
     @property
     def is_test(self) -> bool:
         """Whether the noise is a fixed stream for tests, and so no noise at all."""
-        return self._stream.is_test
+        return self._is_given or self._stream.is_test
 
     def install(self, optimizers: list[Optimizer]) -> None:
         """Hook optimizers. Those that are hooked already are left alone.
@@ -54,6 +58,7 @@ class NoiseHook:
         for optimizer in optimizers:
             if not any(optimizer is known for known in self._optimizers):
                 optimizer.register_step_pre_hook(self._before_step)
+                optimizer.register_step_post_hook(self._after_step)
                 self._optimizers.append(optimizer)
 
     def arm(
@@ -62,6 +67,7 @@ class NoiseHook:
         protected: Iterable[Tensor],
         sequence: int,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Allow one logical step.
 
@@ -70,6 +76,7 @@ class NoiseHook:
             protected: The parameters whose gradients are clipped in this step.
             sequence: The ledger's number of the step; no real noise depends on it.
             around: Makes a context for the noise, such as a clock's.
+            check: Called before the noise; raises if the gradients are no longer those that were clipped.
 
         Raises:
             StepOrderError: The last step was armed but never finished.
@@ -86,7 +93,7 @@ class NoiseHook:
             )
         self._stream.begin_step(sequence)
         self._std = std
-        self._around = around
+        self._around, self._check = around, check
         self._noised.clear()
 
     def finish(self) -> None:
@@ -109,6 +116,7 @@ class NoiseHook:
                 "leave the step to DPRCModule"
             )
         everything = [p for group in optimizer.param_groups for p in group["params"]]
+        self._check()
         foreign = sum(p.grad is not None and id(p) not in self._protected for p in everything)
         if foreign:
             raise UnclippedGradientError(
@@ -120,6 +128,16 @@ class NoiseHook:
         self._noised.update(id(p) for p in due)
         with self._around():
             add_gaussian_noise(due, self._std, self._stream)
+        self._noisy = [(p, p.grad, None if p.grad is None else p.grad._version) for p in everything]
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Between noise and update nothing may be added; the update itself leaves the gradients alone."""
+        noisy, self._noisy = self._noisy, []
+        if any(p.grad is not grad or (grad is not None and grad._version != version) for p, grad, version in noisy):
+            raise UnclippedGradientError(
+                "gradients were changed between the noise and the update (on_before_optimizer_step, or the optimizer "
+                "itself, in place): what was added to them has no noise; change neither"
+            )
 
 
 def _trainable(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -168,8 +186,14 @@ class PrivateStrategy:
 
     noise_hook: NoiseHook
 
-    def _init_privacy(self, noise_stream: NoiseStream | None = None) -> None:
-        self.noise_hook = NoiseHook(noise_stream or NoiseStream.fresh())
+    def _init_privacy(self, given: NoiseStream | None, fresh: Callable[[], NoiseStream] = NoiseStream.fresh) -> None:
+        """Make the hook.
+
+        Args:
+            given: A test's stream.
+            fresh: Makes a run's own.
+        """
+        self.noise_hook = NoiseHook(fresh() if given is None else given, is_given=given is not None)
 
     def from_rank_zero(self, make: Callable[[], T]) -> T:
         """Call a function on rank 0 alone; every rank gets what it returned. A collective.
@@ -203,6 +227,18 @@ class PrivateStrategy:
             As many.
         """
         return list(values)
+
+    def all_equal(self, mark: int) -> bool:
+        """Whether all ranks have the same number. A collective.
+
+        Args:
+            mark: In [0, 2^62).
+
+        Returns:
+            Whether they have.
+        """
+        largest, smallest = self.max_over_ranks([mark, -mark])
+        return largest == -smallest
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum over all ranks. A collective.

@@ -40,7 +40,7 @@ class PrivateSingleDeviceStrategy(PrivateStrategy, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) > 1:
             raise ConfigurationError([
-                f"trainer.devices={len(devices)}: strategy dprc_single runs one device; set trainer.devices=1"
+                f"trainer.devices={len(devices)}: strategy dprc_single runs one device; set trainer.strategy=dprc_ddp"
             ])
         if devices and not self._device_is_given:
             self._root_device = devices[0]

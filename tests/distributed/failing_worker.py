@@ -1,5 +1,6 @@
 """One rank of a job in which something goes wrong; the first argument tells what."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -43,9 +44,14 @@ def main(what: str, folder: Path, world_size: int) -> None:
         cell = Cell(cell.build, cell.batches, 1, {"on_nonfinite": "drop"})
     module = {"nonfinite": BadRecord, "drop": BadRecord, "unfreezes": Unfreezes}.get(what, LM)(cell)
     changes = {}
+    rank = int(os.environ["LOCAL_RANK"])
+    if what == "another_order" and rank == 1:
+        Records.__getitem__ = lambda self, index: self.rows[len(self) - 1 - index]
+    if what == "another_estimator" and rank == 1:
+        module = LM(Cell(cell.build, cell.batches, 1, {"estimator": "hutchinson", "sketch_dim": 1}))
     if what == "bfloat16":
         changes = {"precision": "bf16-true"}
-    if what == "another_batch" and int(__import__("os").environ["LOCAL_RANK"]) == 1:
+    if what == "another_batch" and rank == 1:
         begin = PrivateRun.begin_step
         PrivateRun.begin_step = lambda self: begin(self) + 1
     PrivateRun.sampler = lambda self: FixedBatches(cell.batches)

@@ -1,6 +1,5 @@
 """DDP on two and three gloo processes against one process that clips by hand."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from cells import CELLS, CLIP, EXPECTED, LM, RATE, by_hand
 from launcher import launch
 from scipy import stats
+from toy import share_secret
 from worker import fit, noise_of
 
 from dprc_lightning.accounting import Ledger
@@ -55,7 +55,7 @@ def test_parameters_equal_clipping_by_hand(job, name):
 @pytest.mark.parametrize("name", [n for n, c in CELLS.items() if c.reference == "single"])
 def test_parameters_equal_one_process_with_the_same_secret(job, name, tmp_path, monkeypatch):
     monkeypatch.setattr(PrivateRun, "sampler", PrivateRun.sampler)
-    shutil.copy(job[1] / name / "secret.key", tmp_path)
+    share_secret(monkeypatch, job[1] / name)
     module = fit(name, tmp_path, PrivateSingleDeviceStrategy(noise_stream=noise_of(name)))
     for state in states(job, name):
         assert largest_difference(state, module.net.state_dict()) < 1e-6

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from scipy import stats
 
@@ -58,6 +59,31 @@ def test_blocks_of_groups_join(monkeypatch):
 def test_a_record_of_nobody_is_refused(nobody):
     with pytest.raises(ConfigurationError, match="record 2 has no value"):
         Groups(["a", "b", nobody])
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [
+        [torch.tensor(0), torch.tensor(0), torch.tensor(1)],
+        torch.tensor([0, 0, 1]),
+        np.array([0, 0, 1]),
+        np.array(["x", "x", "y"]),
+        Dataset.from_dict({"author": [5, 5, 7]}).with_format("torch")["author"],
+        [1.0, 1, 2],
+        [b"x", b"x", b"y"],
+    ],
+    ids=str,
+)
+def test_owners_are_compared_by_value(owners):
+    """Tensors equal nothing but themselves: each record would be a group of its own."""
+    groups = Groups(owners)
+    assert len(groups) == 2 and groups.numbers().tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("owner", [object(), [1], np.zeros(2), torch.zeros(2)], ids=lambda o: type(o).__name__)
+def test_owners_that_cannot_be_compared_are_refused(owner):
+    with pytest.raises(ConfigurationError, match=r"record 1 has a .*use a string or a number"):
+        Groups(["a", owner])
 
 
 class Listed:
