@@ -25,8 +25,9 @@ from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig
 from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.errors import ExportError
+from dprc_lightning.lifecycle import CHECKPOINT_KEY
 from dprc_lightning.model_card import Contents, model_card
-from dprc_lightning.module import CHECKPOINT_KEY, DPRCModule
+from dprc_lightning.module import DPRCModule
 from dprc_lightning.report import read_report
 
 CONFIG_NAME = "config.yaml"

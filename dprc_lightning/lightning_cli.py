@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from jsonargparse import Namespace
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
@@ -224,6 +225,9 @@ def run(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: ``fit --config ...``, without the program's name.
+
+    Raises:
+        ConfigurationError: A setting that is not there, or not of its kind.
     """
     # Nothing here needs a hub; a run that uses one sets it to 0.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -237,27 +241,48 @@ def run(arguments: Sequence[str]) -> None:
     warnings.filterwarnings("ignore", ".*args parameter is intended to run from within Python.*")
     for source in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(source).addFilter(_is_useful)
-    DPRCCLI(
-        DPRCModule,
-        DPRCDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        args=list(arguments),
-        parser_kwargs={"prog": "dprc", "default_env": False},
-        save_config_callback=SaveRunConfig,
-        save_config_kwargs={"overwrite": True},
-        trainer_defaults={
-            # The privacy budget decides when training ends.
-            "max_epochs": -1,
-            "strategy": "dprc_single",
-            "devices": 1,
-            # The run prints a table of its own, with what is done to each parameter.
-            "enable_model_summary": False,
-            # A logical step takes seconds; Lightning's 50 are more than many runs have.
-            "log_every_n_steps": 1,
-        },
-        seed_everything_default=0,
-    )
+    # A page of usage would hide the one line that says what is wrong.
+    quiet = {"exit_on_error": False}
+    try:
+        DPRCCLI(
+            DPRCModule,
+            DPRCDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=list(arguments),
+            parser_kwargs={
+                "prog": "dprc",
+                "default_env": False,
+                **quiet,
+                **dict.fromkeys(DPRCCLI.subcommands(), quiet),
+            },
+            save_config_callback=SaveRunConfig,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={
+                # The privacy budget decides when training ends.
+                "max_epochs": -1,
+                "strategy": "dprc_single",
+                "devices": 1,
+                # The run prints a table of its own, with what is done to each parameter.
+                "enable_model_summary": False,
+                # A logical step takes seconds; Lightning's 50 are more than many runs have.
+                "log_every_n_steps": 1,
+            },
+            seed_everything_default=0,
+        )
+    except ArgumentError as error:
+        command = f"dprc {arguments[0]} --help"
+        raise ConfigurationError([f"{_shorter(str(error))}; {command} lists all settings"]) from None
+
+
+def _shorter(text: str) -> str:
+    """What jsonargparse says of a setting, without its list of all the types that it is not of."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kept = [
+        line for line in lines if not line.startswith(("- ", "Subtypes", "Given value type", "Given value: NestedArg"))
+    ]
+    said = re.sub(r'^Parser key "([^"]+)": ', r"\1: ", " ".join(kept).rstrip("."))
+    return said.replace("Does not validate against any of the Union subtypes Errors:", "not a value that it takes.")
 
 
 def _is_useful(record: logging.LogRecord) -> bool:

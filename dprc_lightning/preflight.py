@@ -38,7 +38,7 @@ from dprc_lightning.strategies import PrivateStrategy
 
 if TYPE_CHECKING:
     # The module calls this file; it must not need the module to be imported first.
-    from dprc_lightning.module import DPRCModule
+    from dprc_lightning.lifecycle import RunLifecycle
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
@@ -68,7 +68,7 @@ _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
 
 def check(
     trainer: pl.Trainer,
-    module: "DPRCModule",
+    module: "RunLifecycle",
     datamodule: Any,
     *,
     ckpt_path: str | Path | None = None,
@@ -96,7 +96,7 @@ def check(
 
 def problems(
     trainer: pl.Trainer,
-    module: "DPRCModule",
+    module: "RunLifecycle",
     datamodule: Any,
     *,
     ckpt_path: str | Path | None = None,
@@ -136,7 +136,7 @@ def problems(
     ]
 
 
-def warnings(trainer: pl.Trainer, module: "DPRCModule") -> list[str]:
+def warnings(trainer: pl.Trainer, module: "RunLifecycle") -> list[str]:
     """What a fit may do but its user should know: what it gives away beyond epsilon, and what it leaves unused.
 
     Args:
@@ -177,7 +177,7 @@ def warnings(trainer: pl.Trainer, module: "DPRCModule") -> list[str]:
 
 
 @rank_zero_only
-def warn(trainer: pl.Trainer, module: "DPRCModule") -> None:
+def warn(trainer: pl.Trainer, module: "RunLifecycle") -> None:
     """Print the warnings, one line each.
 
     Args:
@@ -225,7 +225,7 @@ def _strategy(trainer: pl.Trainer) -> Iterator[str]:
         )
 
 
-def _module(module: "DPRCModule") -> Iterator[str]:
+def _module(module: "RunLifecycle") -> Iterator[str]:
     name = type(module).__name__
     if module.automatic_optimization:
         yield f"{name}.automatic_optimization=True: the library steps the optimizer itself; leave it False"
@@ -265,7 +265,7 @@ def _number_of_units(privacy: PrivacyConfig, datamodule: Any, data_is_ready: boo
     return None
 
 
-def _limits(trainer: Any, module: "DPRCModule") -> Iterator[str]:
+def _limits(trainer: Any, module: "RunLifecycle") -> Iterator[str]:
     """Who decides when training ends: the budget alone."""
     privacy = module.privacy
     name = "privacy.epochs" if privacy.steps is None and privacy.epochs is not None else "privacy.steps"

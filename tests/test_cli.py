@@ -241,11 +241,20 @@ class TestLightningCommands:
         assert main(["fit", "--config", config, "--ckpt_path", str(path)]) == 2
         assert str(path) in capsys.readouterr().err.splitlines()[-1]
 
-    def test_a_misspelt_option(self, config, capsys):
-        with pytest.raises(SystemExit) as ended:
-            main(["fit", "--config", config, "--privacy.epsilonn", "3"])
-        assert ended.value.code == 2
-        assert "privacy.epsilonn" in capsys.readouterr().err
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--privacy.epsilonn", "2"], "unrecognized arguments: --privacy.epsilonn 2"),
+            (["--privacy.epsilon", "two"], "privacy.epsilon: not a value that it takes. Given value: two"),
+            (["--config", "nowhere.yaml"], "config: File does not exist"),
+            (["--model.class_path", "toy.Nope"], "model: not a value that it takes"),
+        ],
+    )
+    def test_a_misspelt_setting(self, config, capsys, arguments, said):
+        assert main(["fit", "--config", config, *arguments]) == 2
+        error = capsys.readouterr().err.strip().splitlines()
+        assert len(error) == 1 and error[0].startswith("dprc: error: ") and said in error[0], error
+        assert error[0].endswith("dprc fit --help lists all settings")
 
     def test_no_gpu(self, config, capsys, monkeypatch):
         for kind in (CUDAAccelerator, MPSAccelerator):

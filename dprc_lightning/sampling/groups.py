@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from dprc_lightning.errors import ConfigurationError
 from dprc_lightning.keys import KeyStream, derive
@@ -87,7 +86,8 @@ class Groups:
 
 def _plain(owner: Any, index: int) -> Hashable:
     """An owner as a plain value: tensors and most objects equal nothing but themselves, each a group of its own."""
-    if isinstance(owner, torch.Tensor | np.ndarray | np.generic) and owner.ndim == 0:
+    # By what they have, because light commands must not import torch.
+    if getattr(owner, "ndim", None) == 0 and hasattr(owner, "item"):
         owner = owner.item()
     # A record of nobody would be a group with all the others of nobody, or be left out: neither is meant.
     if owner is None or (isinstance(owner, float) and math.isnan(owner)):
