@@ -1,5 +1,6 @@
 """The protocol between a DPRCModule and the engine that runs it, and the hook that adds the noise."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -138,6 +139,17 @@ class NoiseHook:
                 "gradients were changed between the noise and the update (on_before_optimizer_step, or the optimizer "
                 "itself, in place): what was added to them has no noise; change neither"
             )
+
+
+def _mark_of(optimizer: Optimizer) -> int:
+    """A number that two ranks share only if they update alike."""
+    plain = (bool, int, float, str, tuple)
+    groups = [
+        (len(group["params"]), sorted((k, v) for k, v in group.items() if isinstance(v, plain)))
+        for group in optimizer.param_groups
+    ]
+    text = repr((type(optimizer).__name__, groups))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def _trainable(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -288,6 +300,11 @@ class PrivateStrategy:
             yield
             check_schedulers(trainer.strategy.lr_scheduler_configs)
             self._install_noise(module, trainer.strategy.optimizers)
+            if not self.all_equal(_mark_of(trainer.strategy.optimizers[0])):
+                raise ConfigurationError([
+                    "configure_optimizers: the ranks have different optimizers or settings of them, and their replicas "
+                    "would drift apart; make them the same on every rank"
+                ])
         except BaseException:
             module.abandon_privacy()
             raise

@@ -37,12 +37,19 @@ class Unfreezes(LM):
         self.net.lm_head.requires_grad_(batch_idx > 0)
 
 
+class AnotherRate(LM):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.global_rank))
+
+
 def main(what: str, folder: Path, world_size: int) -> None:
     warnings.simplefilter("ignore")
     cell = Cell(lambda: tiny_llama(tied=False), [[0, 1, 2, 3], [4, 5]], physical=1)
     if what == "drop":
         cell = Cell(cell.build, cell.batches, 1, {"on_nonfinite": "drop"})
-    module = {"nonfinite": BadRecord, "drop": BadRecord, "unfreezes": Unfreezes}.get(what, LM)(cell)
+    module = {"nonfinite": BadRecord, "drop": BadRecord, "unfreezes": Unfreezes, "another_rate": AnotherRate}.get(
+        what, LM
+    )(cell)
     changes = {}
     rank = int(os.environ["LOCAL_RANK"])
     if what == "another_order" and rank == 1:

@@ -43,6 +43,7 @@ def test_a_folder_in_use_stops_every_rank(tmp_path):
         ("unfreezes", "frozen or unfrozen after fit began"),
         ("bfloat16", "trainer.precision=bf16-true"),
         ("another_batch", "every rank at the same step"),
+        ("another_rate", "the ranks have different optimizers"),
         ("another_order", "the ranks have different records"),
         ("another_estimator", "the ranks have different privacy settings"),
     ],
