@@ -323,7 +323,7 @@ class DPRCDataModule(pl.LightningDataModule):
         return self._groups
 
     def check_same_everywhere(
-        self, secret: RunSecret, privacy: PrivacyConfig, all_equal: Callable[[int], bool]
+        self, secret: RunSecret, privacy: PrivacyConfig, all_equal: Callable[[bytes], bool]
     ) -> None:
         """All ranks must number the same records alike: one that has two numbers may be drawn twice.
 
@@ -332,7 +332,7 @@ class DPRCDataModule(pl.LightningDataModule):
         Args:
             secret: The run's.
             privacy: Tells what the unit is.
-            all_equal: A collective: have all ranks the same number?
+            all_equal: A collective: have all ranks the same value?
 
         Raises:
             DatasetError: They do not.

@@ -22,7 +22,7 @@ class _Sized(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def fingerprint(dataset: _Sized, groups: Groups | None, secret: RunSecret) -> int:
+def fingerprint(dataset: _Sized, groups: Groups | None, secret: RunSecret) -> bytes:
     """A keyed hash of the number of records, of some of them, and of whose all of them are.
 
     Guarantee: without the run's secret the mark confirms nothing of a suspected record.
@@ -33,17 +33,17 @@ def fingerprint(dataset: _Sized, groups: Groups | None, secret: RunSecret) -> in
         secret: The run's.
 
     Returns:
-        An integer in [0, 2^62).
+        32 bytes.
     """
     key = secret.subkey(Domain.DATA_FINGERPRINT)
-    digest = hashlib.blake2b(str(len(dataset)).encode(), key=key, digest_size=8)
+    digest = hashlib.blake2b(str(len(dataset)).encode(), key=key, digest_size=32)
     if groups is not None:
         digest.update(groups.numbers().tobytes())
     places = KeyStream(secret.subkey(Domain.DATA_FINGERPRINT, "places")).uint64(_LOOKED_AT)
     with secret_dropout(secret.subkey(Domain.DATA_FINGERPRINT, "draws")):
         for index in sorted({int(place) % len(dataset) for place in places}):
             _update(digest, dataset[index])
-    return int.from_bytes(digest.digest(), "big") >> 2
+    return digest.digest()
 
 
 def _update(digest: Any, value: Any) -> None:

@@ -1,6 +1,5 @@
 """How the private run of a module begins, is remembered in checkpoints, and ends: all but its steps."""
 
-import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ class RunLifecycle(pl.LightningModule):
                 datamodule.check_same_everywhere(secret, self.privacy, strategy.all_equal)
             if private:
                 self._attach(secret)
-            if not strategy.all_equal(self._mark_of_settings()):
+            if not strategy.all_equal(self._settings()):
                 raise ConfigurationError([
                     "the ranks have different privacy settings or models: one projection and one accounting must hold "
                     "for all of them; start every rank with the same configuration"
@@ -167,11 +166,10 @@ class RunLifecycle(pl.LightningModule):
         self.updating = False
         self.stop_signal = self.stop_agreed = None
 
-    def _mark_of_settings(self) -> int:
-        """A number that two ranks share only if they clip and account alike."""
+    def _settings(self) -> bytes:
+        """What two ranks share only if they clip and account alike."""
         rows = self.handle.plan() if self.handle else []
-        text = repr((self.privacy, [(row.parameter, row.shape, row.estimator, row.side) for row in rows]))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+        return repr((self.privacy, [(row.parameter, row.shape, row.estimator, row.side) for row in rows])).encode()
 
     def _attach(self, secret: RunSecret) -> None:
         self.handle = attach(

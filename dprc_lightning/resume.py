@@ -70,11 +70,12 @@ class Origin:
 class Opening:
     """A run on its way: what rank 0 holds until the first step may begin.
 
-    Guarantee: two continuations of one run never share their streams. A run that begins, goes on in another folder, or
-    in a copy of its folder, draws a new secret, whatever lies there; the stored one is used only where the run goes on
-    in its own folder and the file is the one that the ledger knows. So is a new one where it was lost; the ledger still
-    counts. The ledger is locked, or forked, before anything is decided by what it holds: no other process can add steps
-    to it in between.
+    Guarantee: a run that begins, goes on in another folder, or in a copy of its folder, draws a new secret, whatever
+    lies there; and one whose secret was lost. The stored one is used only where the run goes on in its own folder, and
+    secret and ledger are the very files that it wrote, told by inode and by the secret's time of change. So two
+    continuations do not share their streams, unless an older ledger was written over the newer one into the same file,
+    or a whole file system was brought back: that cannot be seen from here. The ledger is locked, or forked, before
+    anything is decided by what it holds: no other process can add steps to it in between.
 
     Args:
         folder: Run folder; made if it is not there.

@@ -370,6 +370,28 @@ class TestRepeatedResumes:
         assert module.private_run.applied == 7 and Ledger.open(tmp_path, read_only=True).steps == 8
 
 
+class TestErrorsBeforeTraining:
+    """They must not write over the checkpoint that is being resumed."""
+
+    def stopped(self, folder):
+        with pytest.raises(InterruptedRun):
+            fit(folder, callbacks=[Interrupt(3)])
+        return folder / "checkpoints" / "interrupted.ckpt"
+
+    def test_a_resume_that_fails_when_fit_starts(self, tmp_path):
+        class Fails(pl.Callback):
+            def on_fit_start(self, trainer, module):
+                raise RuntimeError("no room")
+
+        checkpoint = self.stopped(tmp_path)
+        before = checkpoint.read_bytes()
+        with pytest.raises(RuntimeError, match="no room"):
+            fit(tmp_path, ckpt_path=checkpoint, callbacks=[Fails()])
+        assert checkpoint.read_bytes() == before
+        module, _ = fit(tmp_path, ckpt_path=checkpoint)
+        assert module.private_run.applied == 9
+
+
 class TestReservations:
     def test_steps_are_written_down_several_at_a_time(self, tmp_path):
         fit(tmp_path, Learner(privacy(steps=7), PerformanceConfig(physical_batch_size=3, reserve_steps=3)))

@@ -33,6 +33,17 @@ class GracefulStop(pl.Callback):
         self._before: dict[int, Any] = {}
         self._stopped: tuple[int, str] | None = None
         self._limit: int | float | None = None
+        self._training = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Nothing is trained yet, whatever the fit before has left.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+            stage: What begins.
+        """
+        self._training, self._stopped = False, None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the signals over, where a main thread can.
@@ -41,7 +52,7 @@ class GracefulStop(pl.Callback):
             trainer: The trainer.
             pl_module: The module.
         """
-        self._stopped = None
+        self._training = True
         if threading.current_thread() is not threading.main_thread():
             return
         handler = self._handler(cast("DPRCModule", pl_module))
@@ -94,6 +105,7 @@ class GracefulStop(pl.Callback):
             pl_module: The module.
         """
         self._restore()
+        self._training = False
         if self._limit is not None:
             trainer.limit_val_batches, self._limit = self._limit, None
         module = cast("DPRCModule", pl_module)
@@ -130,8 +142,11 @@ class GracefulStop(pl.Callback):
         run = module.private_run
         # With several ranks nobody knows whether the others are there to take part.
         alone = trainer.world_size == 1
-        if isinstance(exception, InterruptedRun) or trainer.state.fn != "fit" or run is None:
+        # Before training begins the optimizer and the loops are not what the checkpoint at hand says: a refused resume
+        # must not put that over it.
+        if not self._training or run is None:
             return
+        self._training = False
         if not run.applied or module.updating or not alone or _is_unclean(module, exception):
             return
         path = run.folder / "checkpoints" / CHECKPOINT_NAME

@@ -141,15 +141,14 @@ class NoiseHook:
             )
 
 
-def _mark_of(optimizer: Optimizer) -> int:
-    """A number that two ranks share only if they update alike."""
+def _settings_of(optimizer: Optimizer) -> bytes:
+    """What two ranks share only if they update alike."""
     plain = (bool, int, float, str, tuple)
     groups = [
         (len(group["params"]), sorted((k, v) for k, v in group.items() if isinstance(v, plain)))
         for group in optimizer.param_groups
     ]
-    text = repr((type(optimizer).__name__, groups))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+    return repr((type(optimizer).__name__, groups)).encode()
 
 
 def _trainable(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -240,15 +239,16 @@ class PrivateStrategy:
         """
         return list(values)
 
-    def all_equal(self, mark: int) -> bool:
-        """Whether all ranks have the same number. A collective.
+    def all_equal(self, value: bytes) -> bool:
+        """Whether all ranks have the same value. A collective.
 
         Args:
-            mark: In [0, 2^62).
+            value: Of any length; a hash of it is compared.
 
         Returns:
             Whether they have.
         """
+        mark = int.from_bytes(hashlib.blake2b(value, digest_size=8).digest(), "big") >> 2
         largest, smallest = self.max_over_ranks([mark, -mark])
         return largest == -smallest
 
@@ -300,7 +300,7 @@ class PrivateStrategy:
             yield
             check_schedulers(trainer.strategy.lr_scheduler_configs)
             self._install_noise(module, trainer.strategy.optimizers)
-            if not self.all_equal(_mark_of(trainer.strategy.optimizers[0])):
+            if not self.all_equal(_settings_of(trainer.strategy.optimizers[0])):
                 raise ConfigurationError([
                     "configure_optimizers: the ranks have different optimizers or settings of them, and their replicas "
                     "would drift apart; make them the same on every rank"
