@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dprc_lightning.errors import InvalidArgumentError, SecretError
 from dprc_lightning.keys import KEY_BYTES, KeyStream, derive
+from dprc_lightning.shards import local_part
 
 # Elements drawn at once: bounds the extra memory to about 40 MiB, however large the gradient is. A constant, because
 # replicas that share a stream must cut it in the same places.
@@ -89,6 +90,22 @@ class NoiseStream:
             A stream with ``is_test`` set.
         """
         stream = cls(derive(bytes(KEY_BYTES), "noise for testing", seed))
+        stream.is_test = True
+        stream._test_key = stream._key
+        return stream
+
+    def for_shard(self, index: int) -> "NoiseStream":
+        """A test's stream for one shard: ranks that hold different elements must not draw the same noise.
+
+        Args:
+            index: Which shard.
+
+        Returns:
+            A known stream; of a stream that is none of `for_testing`, itself.
+        """
+        if self._test_key is None:
+            return self
+        stream = NoiseStream(derive(self._test_key, "shard", index))
         stream.is_test = True
         stream._test_key = stream._key
         return stream
@@ -209,9 +226,8 @@ def add_gaussian_noise(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
         if std > 0:
-            # Under no_grad to_local() returns the shard itself, not a copy.
-            grad = parameter.grad
-            _add_noise(grad.to_local() if hasattr(grad, "to_local") else grad, float(std), draw)
+            assert parameter.grad is not None
+            _add_noise(local_part(parameter.grad), float(std), draw)
         _round_to_parameter(parameter)
 
 

@@ -8,6 +8,7 @@ from dprc_lightning.clipping.two_pass import matmul_precision
 from dprc_lightning.errors import StepOrderError, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.layers import Mode, ParameterTracker, PassState
 from dprc_lightning.layers.tracing import was_traced
+from dprc_lightning.shards import version
 
 
 class ModelGuard:
@@ -23,8 +24,14 @@ class ModelGuard:
         self._state = state
         self._versions: dict[str, int] = {}
         self._watches: dict[str, int] = {}
+        self._frozen: dict[str, Tensor] | None = None
         self._kept = self._kept_state()
         self._clipped: dict[str, tuple[Tensor | None, int]] = {}
+
+    def follow_shards(self) -> None:
+        """An engine has put shards in the place of the parameters. What it gathers from them is no state of its own."""
+        self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+        self._watches = {}
 
     def begin_step(self) -> None:
         """Remember parameters and buffers as they are."""
@@ -54,9 +61,11 @@ class ModelGuard:
                 "torch.compile of an attached model: it would bake one of the two passes into its graph; train without "
                 "compilation"
             )
-        known = {id(tracker.parameter) for tracker in self._state.trackers.values()}
+        known = {id(p) for t in self._state.trackers.values() for p in (t.parameter, t.stand_in)}
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
+            # A module that did not run shows its whole weight all the same, and no stand-in was met.
+            gathered = self._state.sharded and name in self._state.trackers
+            if parameter.requires_grad and id(parameter) not in known and not gathered:
                 raise UnsupportedModuleError(
                     f"parameter {name!r} became trainable after attach() or begin_step(): its gradient would not be "
                     "clipped; freeze it, or call begin_step() between the change and the forward"
@@ -116,17 +125,19 @@ class ModelGuard:
         found = {}
         for name, tracker in self._state.trackers.items():
             gradient = tracker.parameter.grad
-            found[name] = (gradient, -1 if gradient is None else gradient._version)
+            found[name] = (gradient, -1 if gradient is None else version(gradient))
         return found
 
     def _kept_state(self) -> dict[str, tuple[Tensor, int]]:
         """What is released beside the trained parameters."""
-        frozen = ((name, p) for name, p in self._model.named_parameters() if not p.requires_grad)
-        return {name: (tensor, tensor._version) for name, tensor in (*self._model.named_buffers(), *frozen)}
+        frozen = self._frozen
+        if frozen is None:
+            frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+        return {name: (tensor, version(tensor)) for name, tensor in (*self._model.named_buffers(), *frozen.items())}
 
     def _parameter_versions(self) -> dict[str, int]:
         trackers = self._state.trackers
-        return {name: t.parameter._version for name, t in trackers.items() if t.parameter.requires_grad}
+        return {name: version(t.parameter) for name, t in trackers.items() if t.parameter.requires_grad}
 
     def check_hooks(self) -> None:
         """No hook may change a gradient after ours looked at it, or step on it before the noise is in.
@@ -135,7 +146,8 @@ class ModelGuard:
             UnclippedGradientError: There is one.
         """
         for name, watch in self._watches.items():
-            parameter = self._state.trackers[name].parameter
+            tracker = self._state.trackers[name]
+            parameter = tracker.parameter if tracker.stand_in is None else tracker.stand_in
             hooks = parameter._backward_hooks or {}
             others = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}) > 1
             if others or next(reversed(hooks), None) != watch:
@@ -145,11 +157,12 @@ class ModelGuard:
                     "remove it"
                 )
 
-    def watch(self, tracker: ParameterTracker) -> list[Any]:
+    def watch(self, tracker: ParameterTracker, stand_in: Tensor | None = None) -> list[Any]:
         """Refuse every gradient that did not come through `clipped_backward` of a norm pass that saw the parameter.
 
         Args:
             tracker: The parameter.
+            stand_in: Where its gradients arrive, if not at itself.
 
         Returns:
             Handles of the hooks.
@@ -174,6 +187,8 @@ class ModelGuard:
                 "...) instead of backward(), or handle.detach() first"
             )
 
-        watching = tracker.parameter.register_hook(before)
+        arriving = tracker.parameter if stand_in is None else stand_in
+        watching = arriving.register_hook(before)
         self._watches[tracker.name] = watching.id
-        return [watching, tracker.parameter.register_post_accumulate_grad_hook(after)]
+        return [watching, arriving.register_post_accumulate_grad_hook(after)]
+

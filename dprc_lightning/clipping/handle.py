@@ -29,7 +29,7 @@ from dprc_lightning.errors import (
     UnsupportedModuleError,
 )
 from dprc_lightning.keys import derive
-from dprc_lightning.layers import ATTRIBUTE, Instrumentation, LayerRule, ParameterTracker, PassState
+from dprc_lightning.layers import ATTRIBUTE, restore_class, Instrumentation, LayerRule, ParameterTracker, PassState
 from dprc_lightning.layers.embedding import EmbeddingRule, batch_size_of
 from dprc_lightning.layers.tracing import forget_tracing
 from dprc_lightning.sketch import GaussianProjections, Projections
@@ -60,6 +60,7 @@ class ClippingHandle:
         self._state = PassState({}, projections)
         self._swapped: list[nn.Module] = []
         self._hooks: list[Any] = []
+        self._watching: list[Any] = []
         self._own_index = 0
         self._explicit_steps = False
         self._factors: Tensor | None = None
@@ -117,6 +118,24 @@ class ClippingHandle:
         self._refresh()
         self._guard.begin_step()
         self._taken.clear()
+
+    def follow_shards(self) -> None:
+        """Called once an engine (FSDP) has put shards in the place of the parameters, before the optimizer is made.
+
+        `parameters` are then this rank's shards. The norms are still those of the whole gradient: a module that runs
+        has the whole weight, and each rank sees its own records' whole gradients.
+        """
+        for hook in self._watching:
+            hook.remove()
+        self._watching.clear()
+        for module in self._swapped:
+            for local, tracker in module.__dict__[ATTRIBUTE].trackers.items():
+                shard = module._parameters[local]
+                assert shard is not None
+                tracker.parameter = shard
+        self._state.sharded = True
+        self._state.on_stand_in = lambda tracker, whole: self._watching.extend(self._guard.watch(tracker, whole))
+        self._guard.follow_shards()
 
     def norms(self, losses: Tensor) -> Tensor:
         """Norms of the per-record gradients, over all trainable parameters together. Call it right after the forward.
@@ -241,15 +260,15 @@ class ClippingHandle:
 
     def detach(self) -> None:
         """Make the model exactly what it was. Safe to call twice."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._watching):
             hook.remove()
         for module in self._swapped:
             carried: Instrumentation = module.__dict__.pop(ATTRIBUTE)
-            module.__class__ = carried.original_class
+            restore_class(module, carried.original_class)
         for tracker in self._state.trackers.values():
             if tracker.parameter.dtype is torch.bfloat16 and tracker.parameter.grad is None:
                 tracker.parameter.grad_dtype = tracker.parameter.dtype
-        self._hooks, self._swapped = [], []
+        self._hooks, self._watching, self._swapped = [], [], []
 
     def _check_attached(self) -> None:
         if not self._swapped:
@@ -292,7 +311,7 @@ class ClippingHandle:
             }
             self._instrument(module, names[id(module)], rule, local)
         for tracker in trackers.values():
-            self._hooks += self._guard.watch(tracker)
+            self._watching += self._guard.watch(tracker)
             _accumulate_in_float32(tracker.parameter)
 
     def _instrument(self, module: nn.Module, name: str, rule: LayerRule, trackers: dict[str, ParameterTracker]) -> None:

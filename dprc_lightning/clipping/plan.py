@@ -45,10 +45,10 @@ def plan_row(tracker: ParameterTracker, sketch_dim: int) -> PlanRow:
     Returns:
         Its row.
     """
-    shape = tuple(tracker.parameter.shape)
+    shape = tuple(tracker.shape)
     common = (tracker.name, tuple(tracker.modules), shape, tracker.estimator)
     if tracker.kind == "vector":
-        return PlanRow(*common, "-", 0, tracker.parameter.numel(), 0)
+        return PlanRow(*common, "-", 0, tracker.shape.numel(), 0)
     # A convolution's weight is a matrix whose second axis is all but the first.
     sides = shape[0], math.prod(shape[1:])
     if tracker.estimator == "exact":

@@ -188,8 +188,7 @@ def isolation_pass(state: PassState, losses: Tensor) -> None:
             "layer's input must be the record, in the order of the losses, and each loss must be its own record's (no "
             "mean or normalisation over the batch, no sorting, positions as [1, T]) (found by check_isolation)"
         )
-    known = {id(tracker.parameter) for tracker in state.trackers.values()}
-    strangers = [p for p in _leaves(losses) if isinstance(p, torch.nn.Parameter) and id(p) not in known]
+    strangers = [p for p in _leaves(losses) if isinstance(p, torch.nn.Parameter) and not state.is_known(p)]
     if strangers:
         raise UnclippedGradientError(
             f"{len(strangers)} parameter(s) outside of the attached model reach the losses (the first of shape "
@@ -288,6 +287,8 @@ def clipped_backward(
         # Whatever was accumulated may be unclipped: nothing is left behind for an optimizer step.
         for tracker in state.trackers.values():
             tracker.parameter.grad = None
+            if tracker.stand_in is not None:
+                tracker.stand_in.grad = None
         raise
     finally:
         state.abort()

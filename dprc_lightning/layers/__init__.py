@@ -4,7 +4,7 @@ from dprc_lightning.layers.broadcast import BroadcastRule
 from dprc_lightning.layers.fallback import PerRecordRule
 from dprc_lightning.layers.recording import record
 from dprc_lightning.layers.registry import find_rule, register_rule, unregister_rule
-from dprc_lightning.layers.rule import LayerRule
+from dprc_lightning.layers.rule import LayerRule, restore_class
 from dprc_lightning.layers.tracker import ParameterTracker
 from dprc_lightning.layers.tracking import ATTRIBUTE, Instrumentation, Mode, PassState
 
@@ -20,5 +20,6 @@ __all__ = [
     "find_rule",
     "record",
     "register_rule",
+    "restore_class",
     "unregister_rule",
 ]

@@ -72,7 +72,7 @@ def record(module: nn.Module, name: str, output: Tensor, gradient: Gradient, *sa
     state, tracker = found
     detached = [value.detach() if isinstance(value, Tensor) else value for value in saved]
     anchor = state.anchor(output.device)
-    return _Record.apply(output, tracker.parameter, anchor, gradient, state, tracker, *detached)
+    return _Record.apply(output, module._parameters[name], anchor, gradient, state, tracker, *detached)
 
 
 class _PerRecord(torch.autograd.Function):
@@ -90,8 +90,7 @@ class _PerRecord(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        parameter = ctx.tracker.parameter
-        per_record = output_gradient.reshape(output_gradient.shape[0], *parameter.shape)
+        per_record = output_gradient.reshape(output_gradient.shape[0], *ctx.tracker.shape)
         return ctx.state.vector(ctx, ctx.tracker, output_gradient, per_record), None, None, None, None
 
 

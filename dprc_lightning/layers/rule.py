@@ -13,6 +13,10 @@ from dprc_lightning.layers.tracing import note_tracing
 from dprc_lightning.layers.tracking import instrumentation
 
 
+INSTRUMENTED = "_dprc_instrumented"
+"""Marks the classes that `attach` puts in the place of others."""
+
+
 class LayerRule:
     """How to instrument one kind of layer. For one of your own, two attributes and one formula do.
 
@@ -114,9 +118,26 @@ class LayerRule:
             raise UnsupportedModuleError("an attached model cannot be copied or pickled: call detach() first")
 
         if original not in self._classes:
-            members = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__}
+            members = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__, INSTRUMENTED: True}
             self._classes[original] = type(f"Instrumented{original.__name__}", (original,), members)
         return self._classes[original]
+
+
+def restore_class(module: nn.Module, original: type[nn.Module]) -> None:
+    """Take the instrumented class out again, also from under a class that an engine has made of it since.
+
+    Args:
+        module: An instrumented module.
+        original: What it was.
+    """
+    current = type(module)
+    if INSTRUMENTED in current.__dict__:
+        module.__class__ = original
+        return
+    # `fully_shard` makes a subclass of the class it finds.
+    bases = tuple(original if INSTRUMENTED in base.__dict__ else base for base in current.__bases__)
+    members = {name: value for name, value in vars(current).items() if name not in {"__dict__", "__weakref__"}}
+    module.__class__ = type(f"FSDP{original.__name__}", bases, members)
 
 
 @contextmanager

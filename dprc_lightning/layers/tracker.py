@@ -53,7 +53,9 @@ class ParameterTracker:
 
     Attributes:
         name: First name in ``model.named_parameters()``: part of the key of P.
-        parameter: The parameter itself.
+        parameter: The parameter that the optimizer steps: itself, or this rank's shard of it.
+        shape: Of the whole parameter, when `attach` found it: a shard's own says something else.
+        stand_in: Under an engine that shards, the whole parameter that the last forward saw in its place.
         kind: ``matrix`` (two factors) or ``vector`` (its per-record gradient is small and summed as it is).
         estimator: ``exact`` or ``hutchinson``.
         side: The axis that P contracts; unused where exact.
@@ -70,6 +72,7 @@ class ParameterTracker:
     modules: list[str] = field(default_factory=list)
     forward_uses: int = 0
     contributions: int = 0
+    stand_in: Tensor | None = None
     _expected: int = 0
     _sum: Tensor | None = None
     _uses: list[Factors] = field(default_factory=list)
@@ -80,10 +83,14 @@ class ParameterTracker:
     _rows: Tensor | None = None
     _blocks: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Keep the shape."""
+        self.shape = self.parameter.shape
+
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """A matrix parameter as (n0, n1): a convolution's kernel counts as its second axis."""
-        shape = self.parameter.shape
+        shape = self.shape
         return shape[0], shape[1:].numel()
 
     def start(self) -> None:
@@ -192,7 +199,7 @@ class ParameterTracker:
         if (device, dtype) not in self._probe:
             # Public and fixed on purpose: this finds mistakes, it keeps no secret.
             generator = torch.Generator().manual_seed(0)
-            shape = self.parameter.shape
+            shape = self.shape
             sizes = (shape[0] if shape else 1, shape[1:].numel())
             u, v = (torch.randn(n, generator=generator, dtype=torch.float32).to(device, dtype) for n in sizes)
             self._probe[device, dtype] = (u, v)

@@ -1,6 +1,6 @@
 """What the instrumented layers share: the mode of the pass, the anchor, and the guards of the clipped backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -52,6 +52,10 @@ class PassState:
         """Whether the last norm pass saw an output gradient in bfloat16."""
         self.batch_hints: list[int | None] = []
         """Records, as seen by the inputs of an embedding's parents that are running; the innermost last."""
+        self.sharded = False
+        """Whether an engine keeps shards of the parameters and shows the modules whole ones while they run."""
+        self.on_stand_in: Callable[[ParameterTracker, Tensor], None] = lambda tracker, parameter: None
+        """Called when such a whole parameter is seen for the first time."""
         self._squared: Tensor | None = None
         self._records = 0
         self._others = torch.zeros(0, dtype=torch.int64)
@@ -82,6 +86,33 @@ class PassState:
         """Called by a forward. A checkpoint's recomputation happens inside a pass and is not a second use."""
         if self.mode is Mode.IDLE:
             tracker.forward_uses += 1
+
+    def meet(self, tracker: ParameterTracker, current: Tensor | None) -> None:
+        """A forward found another tensor than the tracker's in the place of a parameter.
+
+        Args:
+            tracker: The parameter.
+            current: What the module has.
+
+        Raises:
+            UnsupportedModuleError: It is not an engine's whole copy of the shard.
+        """
+        if current is tracker.parameter:
+            raise UnsupportedModuleError(
+                f"module {tracker.modules[0]!r}: it ran while its weights were sharded, past the forward of the module "
+                "that gathers them; call the model at its root (self.net(...)), not one of its parts"
+            )
+        if not self.sharded or tracker.stand_in is not None or current is None or current.shape != tracker.shape:
+            raise UnsupportedModuleError(
+                f"parameter {tracker.name!r} was replaced or tied after attach(); detach, change the model, attach "
+                "again"
+            )
+        tracker.stand_in = current
+        self.on_stand_in(tracker, current)
+
+    def is_known(self, parameter: Tensor) -> bool:
+        """Whether a parameter's gradients are clipped: it is a tracker's own, or a whole copy of its shard."""
+        return any(parameter is t.parameter or parameter is t.stand_in for t in self.trackers.values())
 
     def start_isolation(self, records: int, others: Tensor) -> None:
         """Begin a backward of some records' losses alone.
@@ -203,7 +234,7 @@ class PassState:
             self._accumulate(tracker.add_factors(use, self.projections))
             return None
         total = weighted_sum(use, self._weights(use.right.shape[0]), _wide(tracker.parameter))
-        return self._produced(tracker, total.view(tracker.parameter.shape))
+        return self._produced(tracker, total.view(tracker.shape))
 
     def vector(
         self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor, per_position: Tensor
@@ -223,9 +254,9 @@ class PassState:
         if self.mode is Mode.ISOLATE:
             self._look_at_others(tracker, output_gradient)
             return None
-        dims, wide = tracker.parameter.ndim, _wide(tracker.parameter)
+        dims, wide = len(tracker.shape), _wide(tracker.parameter)
         if self.mode is Mode.IDLE:
-            return per_position.to(wide).sum_to_size(tracker.parameter.shape)
+            return per_position.to(wide).sum_to_size(tracker.shape)
         self._check_batch(tracker, per_position, trailing=dims)
         positions = tuple(range(1, per_position.ndim - dims))
         per_record = per_position.sum(positions, dtype=wide) if positions else per_position.to(wide)
@@ -330,7 +361,7 @@ class PassState:
             of_left = left.shape if left.is_floating_point() else (*left.shape, n0)
             if right.shape[-1] != n1 or of_left[-1] != n0 or of_left[:-1] != right.shape[:-1]:
                 raise UnsupportedModuleError(
-                    f"parameter {tracker.name!r} of shape {tuple(tracker.parameter.shape)}: its module's rule gave "
+                    f"parameter {tracker.name!r} of shape {tuple(tracker.shape)}: its module's rule gave "
                     f"factors of shapes {tuple(left.shape)} and {tuple(right.shape)}; expected left [B, ..., {n0}] and "
                     f"right [B, ..., {n1}]"
                 )
@@ -416,9 +447,9 @@ def active(module: nn.Module, name: str) -> tuple[PassState, ParameterTracker] |
     tracker = carried.trackers.get(name)
     if tracker is None or not tracker.parameter.requires_grad or not torch.is_grad_enabled():
         return None
-    if module._parameters.get(name) is not tracker.parameter:
-        raise UnsupportedModuleError(
-            f"parameter {tracker.name!r} was replaced or tied after attach(); detach, change the model, attach again"
-        )
+    current = module._parameters.get(name)
+    expected = tracker.stand_in if carried.state.sharded else tracker.parameter
+    if current is not expected:
+        carried.state.meet(tracker, current)
     carried.state.count_use(tracker)
     return carried.state, tracker

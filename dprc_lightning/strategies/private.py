@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dprc_lightning.errors import ConfigurationError, StepOrderError, UnclippedGradientError
 from dprc_lightning.noise import NoiseStream, add_gaussian_noise
+from dprc_lightning.shards import version
 
 T = TypeVar("T")
 
@@ -129,12 +130,12 @@ class NoiseHook:
         self._noised.update(id(p) for p in due)
         with self._around():
             add_gaussian_noise(due, self._std, self._stream)
-        self._noisy = [(p, p.grad, None if p.grad is None else p.grad._version) for p in everything]
+        self._noisy = [(p, p.grad, None if p.grad is None else version(p.grad)) for p in everything]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Between noise and update nothing may be added; the update itself leaves the gradients alone."""
         noisy, self._noisy = self._noisy, []
-        if any(p.grad is not grad or (grad is not None and grad._version != version) for p, grad, version in noisy):
+        if any(p.grad is not grad or (grad is not None and version(grad) != seen) for p, grad, seen in noisy):
             raise UnclippedGradientError(
                 "gradients were changed between the noise and the update (on_before_optimizer_step, or the optimizer "
                 "itself, in place): what was added to them has no noise; change neither"

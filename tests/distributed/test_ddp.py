@@ -24,7 +24,7 @@ WORKER = str(Path(__file__).with_name("worker.py"))
 def job(request, tmp_path_factory):
     """All cells in one launch."""
     folder = tmp_path_factory.mktemp(f"ddp{request.param}")
-    launch(request.param, [WORKER, str(folder), str(request.param), *CELLS], folder / "logs", limit=400).check()
+    launch(request.param, [WORKER, "ddp", str(folder), str(request.param), *CELLS], folder / "logs", limit=400).check()
     return request.param, folder
 
 

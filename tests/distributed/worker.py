@@ -16,7 +16,13 @@ from toy import ZeroNoise, trainer
 from dprc_lightning.errors import InterruptedRun
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.run import PrivateRun
-from dprc_lightning.strategies import PrivateDDPStrategy
+from dprc_lightning.strategies import PrivateDDPStrategy, PrivateFSDP2Strategy
+
+
+ENGINES = {
+    "ddp": PrivateDDPStrategy,
+    "fsdp2": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", **kwargs),
+}
 
 
 class FixedBatches:
@@ -38,7 +44,7 @@ class Terminate(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit(name: str, folder: Path, strategy: pl.strategies.Strategy, devices: int = 1) -> LM:
+def fit(name: str, folder: Path, strategy: pl.strategies.Strategy, devices: int = 1, make=PrivateDDPStrategy) -> LM:
     cell = CELLS[name]
     PrivateRun.sampler = lambda self: FixedBatches(cell.batches)
     module = LM(cell)
@@ -49,7 +55,7 @@ def fit(name: str, folder: Path, strategy: pl.strategies.Strategy, devices: int 
         except InterruptedRun as error:
             assert error.signal == signal.SIGTERM and module.private_run.applied == cell.stop
         module, checkpoint = LM(cell), folder / "checkpoints" / "interrupted.ckpt"
-        resuming = trainer(folder, strategy=PrivateDDPStrategy(noise_stream=noise_of(name)), devices=devices)
+        resuming = trainer(folder, strategy=make(noise_stream=noise_of(name)), devices=devices)
         resuming.fit(module, datamodule=Data(), ckpt_path=checkpoint)
         return module
     trainer(folder, strategy=strategy, devices=devices).fit(module, datamodule=Data())
@@ -60,19 +66,23 @@ def noise_of(name: str) -> NoiseStream | None:
     return {"none": ZeroNoise, "test": lambda: NoiseStream.for_testing(5), "real": lambda: None}[CELLS[name].noise]()
 
 
-def main(folder: Path, world_size: int, names: list[str]) -> None:
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def main(engine: str, folder: Path, world_size: int, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     silent: list[str] = []
     no_sync = DistributedDataParallel.no_sync
     DistributedDataParallel.no_sync = lambda self: (silent.append("micro-batch"), no_sync(self))[1]
     for name in names:
-        strategy = PrivateDDPStrategy(noise_stream=noise_of(name))
+        strategy = ENGINES[engine](noise_stream=noise_of(name))
         silent.clear()
-        module = fit(name, folder / name, strategy, world_size)
-        result = {"state": module.net.state_dict(), "silent": len(silent)}
+        module = fit(name, folder / name, strategy, world_size, ENGINES[engine])
+        result = {"state": {key: whole(value) for key, value in module.net.state_dict().items()}, "silent": len(silent)}
         torch.save(result, folder / name / f"rank{module.global_rank}.pt")
         print("done", name, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

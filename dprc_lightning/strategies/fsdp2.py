@@ -1,0 +1,252 @@
+"""Fully sharded parameters, gradients and optimizer states: torch's FSDP2 (`fully_shard`) through Lightning."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from dprc_lightning.checkpoint import DurableCheckpointIO
+from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
+from dprc_lightning.keys import KEY_BYTES
+from dprc_lightning.noise import NoiseStream
+from dprc_lightning.strategies import collectives
+from dprc_lightning.strategies.private import PrivateStrategy
+from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
+
+T = TypeVar("T")
+
+
+class PrivateFSDP2Strategy(PrivateStrategy, ModelParallelStrategy):
+    """torch's FSDP2 with the noise hook. Alias: ``dprc_fsdp2``.
+
+    Each rank keeps a shard of every parameter. A layer's whole weights are there only while it runs, and the norm of a
+    record is that of its whole gradient, because one rank has all of the record's activations. The clipped gradients
+    are reduced by FSDP's own reduce-scatter; each rank then adds noise to its own shard, from a stream of its own, so
+    that each element of the whole gradient gets one draw.
+
+    Args:
+        wrap: Class names of the layers that are sharded one by one. Default: what a Hugging Face model calls
+            `_no_split_modules`.
+        replicas: HSDP: how many copies of the sharded model there are. Ranks that hold the same shard share a noise
+            stream, so that the copies stay equal.
+        reshard_after_forward: Whether a layer's whole weights are given up between forward and backward. Default:
+            torch's own: yes, but for the root.
+        cpu_offload: Keep parameters, gradients and optimizer states in the memory of the host.
+        save_distributed_checkpoint: One file for each rank in a folder, instead of one file made by rank 0.
+        noise_stream: For tests only. A fixed stream makes the run NOT PRIVATE; each shard derives its own from it.
+        **kwargs: As for Lightning's ModelParallelStrategy.
+
+    Raises:
+        ConfigurationError: A setting that cannot be used.
+    """
+
+    strategy_name = "dprc_fsdp2"
+
+    def __init__(
+        self,
+        wrap: Sequence[str] | None = None,
+        replicas: int = 1,
+        reshard_after_forward: bool | None = None,
+        cpu_offload: bool = False,
+        save_distributed_checkpoint: bool = False,
+        noise_stream: NoiseStream | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("tensor_parallel_size", 1) != 1:
+            raise ConfigurationError([
+                f"strategy dprc_fsdp2, tensor_parallel_size={kwargs['tensor_parallel_size']}: a rank with a part of a "
+                "layer cannot take a record's norm alone; leave it out"
+            ])
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs | {"tensor_parallel_size": 1})
+        self.checkpoint_io = DurableCheckpointIO()
+        self._wrap, self._replicas = wrap, replicas
+        self._reshard_after_forward, self._cpu_offload = reshard_after_forward, cpu_offload
+        self._given_stream = noise_stream
+        self._roots: list[FSDPModule] = []
+        self._sharded: set[int] = set()
+
+    def setup_environment(self) -> None:
+        """One dimension for data parallelism, whatever the number of nodes."""
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Instrument, shard, make optimizers, hook the noise.
+
+        Args:
+            trainer: The trainer.
+        """
+        module: Any = trainer.lightning_module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._refuse_sharded(module)
+        if fitting:
+            self._init_privacy(self._shard_stream(), self._own_stream)
+        with self._private_setup(trainer):
+            # In place of Lightning's own setup, which wants the model sharded before anything can be instrumented.
+            self.model = self.precision_plugin.convert_module(module)
+            self._shard(module)
+            self.barrier()
+            if fitting:
+                self.setup_optimizers(trainer)
+            self.setup_precision_plugin()
+
+    def teardown(self) -> None:
+        """Give the model back, sharded as it is."""
+        self._release()
+        super().teardown()
+
+    # What is wrapped ------------------------------------------------------------------------------------------------
+
+    def _shard(self, module: nn.Module) -> None:
+        """The recipe. The order matters: each line says why.
+
+        Args:
+            module: The LightningModule, instrumented (it must be before: what is instrumented later would see shards).
+        """
+        mesh = self._mesh()
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            if self._cpu_offload
+            else OffloadPolicy(),
+        }
+        if self._reshard_after_forward is not None:
+            settings["reshard_after_forward"] = self._reshard_after_forward
+        roots = roots_to_wrap(module, self.strategy_name)
+        for root in roots:
+            # Layers before their root: a module shards what no inner one has taken.
+            for layer in layers_to_wrap(root, self._wrap, self.strategy_name):
+                fully_shard(layer, **settings)
+            # Embedding, head and final norm together: a tied weight must lie in one group.
+            fully_shard(root, **settings)
+        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
+        if getattr(module.privacy, "unused", "error") == "zero":
+            # Of two ranks one may reach a parameter and the other not: both must take part in its reduction.
+            for root in self._roots:
+                root.set_reduce_scatter_unused_params(True)
+        # What has no parameter to shard (metrics, buffers) moves as it is.
+        if not self._cpu_offload:
+            module.to(self.root_device)
+        if getattr(module, "handle", None) is not None:
+            module.handle.follow_shards()  # type: ignore[union-attr, operator]
+        self._sharded = {id(p) for p in module.parameters() if p.requires_grad}
+
+    def _mesh(self) -> DeviceMesh:
+        if self._replicas == 1:
+            return self.device_mesh["data_parallel"]
+        if self._replicas < 1 or self.world_size % self._replicas:
+            raise ConfigurationError([
+                f"strategy dprc_fsdp2, replicas={self._replicas}: {self.world_size} processes are no multiple of it"
+            ])
+        shape = (self._replicas, self.world_size // self._replicas)
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _refuse_sharded(self, module: nn.Module) -> None:
+        if any(isinstance(child, FSDPModule) for child in module.modules()) and not self._roots:
+            raise ConfigurationError([
+                f"{type(module).__name__}.configure_model: it shards the model before it can be instrumented; leave "
+                "fully_shard to strategy dprc_fsdp2 (setting wrap says what is a layer)"
+            ])
+
+    # Noise ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _shard_index(self) -> int:
+        """Which shard this rank holds; ranks with the same one are copies of each other."""
+        return self.global_rank % (self.world_size // self._replicas)
+
+    def _shard_stream(self) -> NoiseStream | None:
+        given = self._given_stream
+        return given if given is None else given.for_shard(self._shard_index)
+
+    def _own_stream(self) -> NoiseStream:
+        """Fresh in every start, one for each shard, stored nowhere."""
+        if self._replicas == 1:
+            return NoiseStream.fresh()
+        shards = self.world_size // self._replicas
+        keys = self.from_rank_zero(lambda: [os.urandom(KEY_BYTES) for _ in range(shards)])
+        return NoiseStream(keys[self._shard_index])
+
+    # The ranks ------------------------------------------------------------------------------------------------------
+
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
+        """See `PrivateStrategy`."""
+        return collectives.from_rank_zero(make, self.global_rank)
+
+    def on_rank_zero(self, make: Callable[[], T]) -> T | None:
+        """See `PrivateStrategy`."""
+        return collectives.on_rank_zero(make, self.global_rank)
+
+    def max_over_ranks(self, values: Sequence[int]) -> list[int]:
+        """See `PrivateStrategy`."""
+        return collectives.max_over_ranks(values, self.root_device)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """See `PrivateStrategy`."""
+        return collectives.sum_over_ranks(values, self.root_device)
+
+    def check_step(self, protected: Sequence[Tensor]) -> None:
+        """FSDP reduces what trained when it sharded the model.
+
+        Args:
+            protected: The parameters that train in this step.
+
+        Raises:
+            UnsupportedModuleError: They are others than at the beginning of fit.
+        """
+        if {id(parameter) for parameter in protected} != self._sharded:
+            raise UnsupportedModuleError(
+                "parameters were frozen or unfrozen after fit began: dprc_fsdp2 reduces those that trained at its "
+                "start; freeze and unfreeze before trainer.fit, or train with dprc_single"
+            )
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Gradients are reduced in the last micro-batch's clipped backward, for all of them.
+
+        Args:
+            last: Whether it is the last one.
+
+        Yields:
+            Nothing.
+        """
+        self._reduce(last)
+        yield
+
+    @contextmanager
+    def norm_pass(self) -> Iterator[None]:
+        """No reduction: what the earlier micro-batches left would be sent twice.
+
+        Yields:
+            Nothing.
+        """
+        before = self._reducing
+        self._reduce(False)
+        try:
+            yield
+        finally:
+            self._reduce(before)
+
+    def _reduce(self, whether: bool) -> None:
+        self._reducing = whether
+        for root in self._roots:
+            root.set_requires_gradient_sync(whether)
+
+
+StrategyRegistry.register(
+    PrivateFSDP2Strategy.strategy_name,
+    PrivateFSDP2Strategy,
+    description="Fully sharded (FSDP2), differentially private",
+    override=True,
+)
