@@ -101,6 +101,7 @@ class DPRCModule(RunLifecycle):
                 "the train loader must be DPRCDataModule's own, and every rank at the same step"
             )
         self.stop_agreed = stop or None
+        total = max(total, strategy.fewest_micro_batches)
         if self.handle is not None:
             self.handle.begin_step(sequence)
         # Whatever a callback left behind is not clipped.
@@ -127,8 +128,7 @@ class DPRCModule(RunLifecycle):
             return
 
         def norms_of(losses: Tensor) -> Tensor:
-            with strategy.norm_pass():
-                return handle.norms(losses)
+            return handle.norms(losses, strategy.norm_pass)
 
         with self.clock.phase("check_isolation"), strategy.micro_batch(last=False):
             half = self._runs_in_half_precision()
@@ -151,8 +151,8 @@ class DPRCModule(RunLifecycle):
         """Step 3: the first backward, for the norms."""
         if self.handle is None:
             return None
-        with self.clock.phase("norm_pass"), strategy.norm_pass():
-            return self.handle.norms(losses)
+        with self.clock.phase("norm_pass"):
+            return self.handle.norms(losses, strategy.norm_pass)
 
     def _clipped_backward(self, losses: Tensor, norms: Tensor | None, weights: Tensor | None) -> None:
         """Step 4: the second backward, of the clipped gradients, through the engine's own."""

@@ -24,6 +24,7 @@ class ModelGuard:
         self._state = state
         self._versions: dict[str, int] = {}
         self._watches: dict[str, int] = {}
+        self._of_engine: dict[str, int] = {}
         self._frozen: dict[str, Tensor] | None = None
         self._kept = self._kept_state()
         self._clipped: dict[str, tuple[Tensor | None, int]] = {}
@@ -32,6 +33,11 @@ class ModelGuard:
         """An engine has put shards in the place of the parameters. What it gathers from them is no state of its own."""
         self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
         self._watches = {}
+
+    def follow_engine(self) -> None:
+        """An engine has hung its reduction on the parameters, after our own hooks."""
+        for name, tracker in self._state.trackers.items():
+            self._of_engine[name] = _gradient_hooks(tracker.parameter) - 1
 
     def begin_step(self) -> None:
         """Remember parameters and buffers as they are."""
@@ -149,7 +155,7 @@ class ModelGuard:
             tracker = self._state.trackers[name]
             parameter = tracker.parameter if tracker.stand_in is None else tracker.stand_in
             hooks = parameter._backward_hooks or {}
-            others = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}) > 1
+            others = _gradient_hooks(parameter) > 1 + self._of_engine.get(name, 0)
             if others or next(reversed(hooks), None) != watch:
                 raise UnclippedGradientError(
                     f"parameter {name!r} has a gradient hook (register_hook, register_post_accumulate_grad_hook: an "
@@ -192,3 +198,7 @@ class ModelGuard:
         self._watches[tracker.name] = watching.id
         return [watching, arriving.register_post_accumulate_grad_hook(after)]
 
+
+
+def _gradient_hooks(parameter: Tensor) -> int:
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or {})

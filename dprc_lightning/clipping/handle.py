@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,6 +15,7 @@ from dprc_lightning.clipping.instrument import Owners, find_owners, make_tracker
 from dprc_lightning.clipping.plan import PlanRow, plan_row
 from dprc_lightning.clipping.two_pass import (
     HALF_NORM_SLACK,
+    Around,
     OnNonfinite,
     Unused,
     check_losses,
@@ -137,13 +139,18 @@ class ClippingHandle:
         self._state.on_stand_in = lambda tracker, whole: self._watching.extend(self._guard.watch(tracker, whole))
         self._guard.follow_shards()
 
-    def norms(self, losses: Tensor) -> Tensor:
+    def follow_engine(self) -> None:
+        """Called once an engine (ZeRO) has hung its reduction on the parameters: these hooks are no strangers."""
+        self._guard.follow_engine()
+
+    def norms(self, losses: Tensor, around: Around = nullcontext) -> Tensor:
         """Norms of the per-record gradients, over all trainable parameters together. Call it right after the forward.
 
         Without any `begin_step`, each call is its own logical step with a fresh P: right only without micro-batches.
 
         Args:
             losses: [B], one per record, each a function of its own record alone.
+            around: Makes an engine's context for each backward that runs here.
 
         Returns:
             [B], float32. No parameter's ``.grad`` is touched.
@@ -152,19 +159,19 @@ class ClippingHandle:
         self._guard.check(within_step=self._explicit_steps)
         if not self._explicit_steps:
             self._advance(None)
-        self._check_isolation(losses, before=True)
-        norms = norm_pass(self._state, losses, self._settings.unused)
-        self._check_isolation(losses, before=False)
+        self._check_isolation(losses, around, before=True)
+        norms = norm_pass(self._state, losses, self._settings.unused, around)
+        self._check_isolation(losses, around, before=False)
         self._taken[losses] = norms
         return norms
 
-    def _check_isolation(self, losses: Tensor, *, before: bool) -> None:
+    def _check_isolation(self, losses: Tensor, around: Around, *, before: bool) -> None:
         """The first micro-batches, and the first one of each size that another dimension of a layer happens to have."""
         if not self._settings.check_isolation or losses.ndim != 1 or len(losses) < 2:
             return
         due = self._isolation_left > 0 if before else self._state.coincidence and len(losses) not in self._isolated
         if due:
-            isolation_pass(self._state, losses)
+            isolation_pass(self._state, losses, around)
             self._isolation_left -= 1
             self._isolated.add(len(losses))
 

@@ -12,6 +12,7 @@ pass computes no weight gradient. Source: arXiv 2605.24879, algorithm 1; the two
 import math
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -100,7 +101,12 @@ def check_losses(losses: Tensor) -> None:
         )
 
 
-def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error") -> Tensor:
+Around = Callable[[], AbstractContextManager[None]]
+
+
+def norm_pass(
+    state: PassState, losses: Tensor, unused: Unused = "error", around: Around = nullcontext
+) -> Tensor:
     """First backward: the norm of each record's gradient, over all trainable parameters together.
 
     Guarantee: record i's norm is a function of its own gradient and of P: every layer keeps the records apart, and the
@@ -110,6 +116,7 @@ def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error") -> Ten
         state: The attached model's pass state.
         losses: [B], each a function of its own record alone.
         unused: What a trainable parameter is that no loss reaches: ``error``, or ``zero`` (a gradient of zero).
+        around: Makes an engine's context for the backward.
 
     Returns:
         [B], float32. Every parameter's ``.grad`` is what it was before.
@@ -123,7 +130,7 @@ def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error") -> Ten
     check_losses(losses)
     state.start_norms(losses.shape[0])
     try:
-        _backward_to_anchors(state, losses)
+        _backward_to_anchors(state, losses, around)
         norms = state.finish_norms()
     finally:
         state.abort()
@@ -140,12 +147,12 @@ def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error") -> Ten
     return norms
 
 
-def _backward_to_anchors(state: PassState, losses: Tensor) -> None:
+def _backward_to_anchors(state: PassState, losses: Tensor, around: Around) -> None:
     if not state.anchors:
         raise UnsupportedModuleError(_REENTRANT)
     try:
         # Lightning calls this under autocast, which would run the sketches in half precision.
-        with torch.autocast(losses.device.type, enabled=False):
+        with around(), torch.autocast(losses.device.type, enabled=False):
             torch.autograd.grad(losses.sum(), list(state.anchors.values()), retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         # torch has no type for it.
@@ -154,7 +161,7 @@ def _backward_to_anchors(state: PassState, losses: Tensor) -> None:
         raise
 
 
-def isolation_pass(state: PassState, losses: Tensor) -> None:
+def isolation_pass(state: PassState, losses: Tensor, around: Around = nullcontext) -> None:
     """Does each loss reach the rows of its own record alone?
 
     A backward of a random half of the losses, then one of the other half; no layer may see a gradient in a row of the
@@ -164,6 +171,7 @@ def isolation_pass(state: PassState, losses: Tensor) -> None:
     Args:
         state: The attached model's pass state.
         losses: [B], at least two.
+        around: Makes an engine's context for each backward.
 
     Raises:
         IsolationError: A layer that mixes records.
@@ -177,7 +185,7 @@ def isolation_pass(state: PassState, losses: Tensor) -> None:
     for own, others in (halves, halves[::-1]):
         state.start_isolation(len(losses), others)
         try:
-            _backward_to_anchors(state, losses[own])
+            _backward_to_anchors(state, losses[own], around)
             names += state.mixing()
         finally:
             state.abort()

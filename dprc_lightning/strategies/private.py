@@ -41,6 +41,7 @@ class NoiseHook:
         self._std: float | None = None
         self._noised: set[int] = set()
         self._optimizers: list[Optimizer] = []
+        self._partitions: list[Tensor] | None = None
         self._protected: set[int] = set()
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._check: Callable[[], None] = lambda: None
@@ -51,12 +52,15 @@ class NoiseHook:
         """Whether the noise is a fixed stream for tests, and so no noise at all."""
         return self._is_given or self._stream.is_test
 
-    def install(self, optimizers: list[Optimizer]) -> None:
+    def install(self, optimizers: list[Optimizer], partitions: list[Tensor] | None = None) -> None:
         """Hook optimizers. Those that are hooked already are left alone.
 
         Args:
             optimizers: As `configure_optimizers` returned them, unwrapped.
+            partitions: What an engine (ZeRO) steps in place of the parameters: each a flat part of many of them. It may
+                show the optimizer one at a time.
         """
+        self._partitions = partitions
         for optimizer in optimizers:
             if not any(optimizer is known for known in self._optimizers):
                 optimizer.register_step_pre_hook(self._before_step)
@@ -87,8 +91,9 @@ class NoiseHook:
         if self._std is not None:
             raise StepOrderError("the last logical step was not finished; a failed step cannot be continued: restart")
         self._protected = {id(parameter) for parameter in protected}
+        # Which parameters an engine's partitions are made of cannot be seen in them: `check_step` looks at that.
         lost = self._protected - {id(p) for optimizer in self._optimizers for p in _trainable(optimizer)}
-        if lost:
+        if lost and self._partitions is None:
             raise UnclippedGradientError(
                 f"{len(lost)} trainable parameters are not in the optimizer: they were unfrozen or added (LoRA, say) "
                 "after fit began; add them by optimizer.add_param_group, or freeze them"
@@ -105,7 +110,8 @@ class NoiseHook:
             StepOrderError: An optimizer's parameters did not get their noise.
         """
         std, self._std = self._std, None
-        missing = sum(id(p) not in self._noised for o in self._optimizers for p in _trainable(o))
+        due = self._partitions or [p for o in self._optimizers for p in _trainable(o)]
+        missing = sum(id(p) not in self._noised for p in due)
         if std is None or missing:
             raise StepOrderError(
                 f"{missing} parameters got no noise in this logical step: every optimizer must step exactly once in it"
@@ -119,7 +125,8 @@ class NoiseHook:
             )
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._check()
-        foreign = sum(p.grad is not None and id(p) not in self._protected for p in everything)
+        known = self._protected if self._partitions is None else {id(p) for p in self._partitions}
+        foreign = sum(p.grad is not None and id(p) not in known for p in everything)
         if foreign:
             raise UnclippedGradientError(
                 f"{foreign} parameters of the optimizer have gradients that were not clipped: they were unfrozen or "
@@ -197,6 +204,8 @@ class PrivateStrategy:
     """
 
     noise_hook: NoiseHook
+    fewest_micro_batches = 0
+    """How many micro-batches a step must have: where the engine needs a backward, one of dummies if need be."""
 
     def _init_privacy(self, given: NoiseStream | None, fresh: Callable[[], NoiseStream] = NoiseStream.fresh) -> None:
         """Make the hook.
@@ -282,7 +291,7 @@ class PrivateStrategy:
 
     @contextmanager
     def norm_pass(self) -> Iterator[None]:
-        """Around the first backward, in which nothing may be reduced."""
+        """Around each backward for the norms, in which nothing may be reduced."""
         yield
 
     @contextmanager
@@ -316,7 +325,11 @@ class PrivateStrategy:
             module.release_privacy()
 
     def _install_noise(self, module: Any, optimizers: list[Optimizer]) -> None:
-        """Hook the noise, once optimizer, model and clipping agree on what is trained."""
+        self._check_optimizer(module, optimizers)
+        self.noise_hook.install(optimizers)
+
+    def _check_optimizer(self, module: Any, optimizers: list[Optimizer]) -> None:
+        """Optimizer, model and clipping must agree on what is trained."""
         if len(optimizers) != 1:
             raise ConfigurationError([
                 f"configure_optimizers returned {len(optimizers)} optimizers: exactly one is supported; use its groups"
@@ -334,4 +347,3 @@ class PrivateStrategy:
         ]
         if problems:
             raise ConfigurationError(problems)
-        self.noise_hook.install(optimizers)

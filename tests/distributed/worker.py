@@ -16,11 +16,25 @@ from toy import ZeroNoise, trainer
 from dprc_lightning.errors import InterruptedRun
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.run import PrivateRun
-from dprc_lightning.strategies import PrivateDDPStrategy, PrivateFSDP2Strategy
+from dprc_lightning.strategies import PrivateDDPStrategy, PrivateDeepSpeedStrategy, PrivateFSDP2Strategy
 
+
+# With its own limits ZeRO-3 never partitions so small a model again after the first step.
+SMALL = {
+    1: {},
+    2: {},
+    3: {"config": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}, "zero_allow_untested_optimizer": True}},
+}
 
 ENGINES = {
     "ddp": PrivateDDPStrategy,
+    **{
+        f"zero{stage}": lambda stage=stage, **kwargs: PrivateDeepSpeedStrategy(
+            stage=stage, process_group_backend="gloo", **SMALL[stage], **kwargs
+        )
+        for stage in (1, 2, 3)
+    },
     "fsdp2": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", **kwargs),
 }
 
@@ -66,8 +80,14 @@ def noise_of(name: str) -> NoiseStream | None:
     return {"none": ZeroNoise, "test": lambda: NoiseStream.for_testing(5), "real": lambda: None}[CELLS[name].noise]()
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def whole_state(module):
+    parameters = list(module.net.parameters())
+    if hasattr(parameters[0], "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters):
+            return {key: value.clone() for key, value in module.net.state_dict().items()}
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in module.net.state_dict().items()}
 
 
 def main(engine: str, folder: Path, world_size: int, names: list[str]) -> None:
@@ -79,7 +99,7 @@ def main(engine: str, folder: Path, world_size: int, names: list[str]) -> None:
         strategy = ENGINES[engine](noise_stream=noise_of(name))
         silent.clear()
         module = fit(name, folder / name, strategy, world_size, ENGINES[engine])
-        result = {"state": {key: whole(value) for key, value in module.net.state_dict().items()}, "silent": len(silent)}
+        result = {"state": whole_state(module), "silent": len(silent)}
         torch.save(result, folder / name / f"rank{module.global_rank}.pt")
         print("done", name, flush=True)
 

@@ -1,0 +1,219 @@
+"""DeepSpeed's ZeRO stages 1 to 3 through Lightning: optimizer states, gradients, parameters in partitions."""
+
+import argparse
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.fabric.utilities.seed import reset_seed
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
+from dprc_lightning.noise import NoiseStream
+from dprc_lightning.strategies import collectives
+from dprc_lightning.strategies.private import PrivateStrategy
+
+T = TypeVar("T")
+
+
+class PrivateDeepSpeedStrategy(PrivateStrategy, DeepSpeedStrategy):
+    """DeepSpeed with the noise hook. Aliases: ``dprc_deepspeed_stage_1``, ``_2``, ``_3``.
+
+    ZeRO reduces the clipped gradients into flat float32 partitions, one per rank and parameter group, and steps the
+    optimizer on them; each rank adds noise to its own partition, from a stream of its own, just before. Padding at the
+    end of a partition gets noise too, which changes nothing.
+
+    Args:
+        stage: 1, 2 or 3.
+        config: DeepSpeed's own settings, a dict or a file; in place of all others.
+        noise_stream: For tests only. A fixed stream makes the run NOT PRIVATE; each rank derives its own from it.
+        **kwargs: As for Lightning's DeepSpeedStrategy.
+
+    Raises:
+        ConfigurationError: A setting that changes what is summed or that bypasses the noise.
+    """
+
+    strategy_name = "dprc_deepspeed"
+
+    def __init__(self, stage: int = 2, config: Any = None, noise_stream: NoiseStream | None = None, **kwargs: Any) -> None:
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Lightning writes into it.
+        super().__init__(stage=stage, config=copy.deepcopy(config), **kwargs)
+        self._given_stream = noise_stream
+        self._steps_flats = False
+        self._base: Optimizer | None = None
+        self._trained: set[int] = set()
+
+    # Set-up ---------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Lightning refuses a CPU here, DeepSpeed does not."""
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_environment()
+        else:
+            super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Likewise."""
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Instrument, wrap, make optimizers, hook the noise.
+
+        Args:
+            trainer: The trainer.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            given = self._given_stream
+            self._init_privacy(None if given is None else given.for_shard(self.global_rank))
+        with self._private_setup(trainer):
+            super().setup(trainer)
+            module: Any = trainer.lightning_module
+            if trainer.state.fn == TrainerFn.FITTING and module.handle is not None:
+                module.handle.follow_engine()
+
+    def teardown(self) -> None:
+        """Give the model back."""
+        self._release()
+        super().teardown()
+
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """Look at the user's own optimizer before ZeRO puts its partitions into it, and hook it after.
+
+        Args:
+            model: The LightningModule.
+            optimizer: As `configure_optimizers` returned it.
+            lr_scheduler: Likewise.
+
+        Returns:
+            DeepSpeed's engine and optimizer.
+        """
+        import deepspeed
+
+        self._check_optimizer(model, [optimizer])
+        self._trained = {id(p) for p in model.parameters() if p.requires_grad}
+        engine, wrapped, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=self._device_rank),
+            config=self.config,
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+        )
+        if not hasattr(wrapped, "fp32_partitioned_groups_flat") and not hasattr(
+            wrapped, "single_partition_of_fp32_groups"
+        ):
+            raise ConfigurationError([
+                f"strategy {self.strategy_name}: DeepSpeed made a {type(wrapped).__name__}, whose partitions are not "
+                "known; leave zero_optimization on"
+            ])
+        flats = getattr(wrapped, "fp32_partitioned_groups_flat", None) or wrapped.single_partition_of_fp32_groups
+        self.noise_hook.install([optimizer], partitions=list(flats))
+        return engine, wrapped
+
+    def _install_noise(self, module: Any, optimizers: list[Optimizer]) -> None:
+        """Done already, on the optimizer inside of DeepSpeed's."""
+
+    @property
+    def _device_rank(self) -> int | None:
+        return self.local_rank if self.root_device.type == "cpu" else self.root_device.index
+
+    # The ranks ------------------------------------------------------------------------------------------------------
+
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
+        """See `PrivateStrategy`."""
+        return collectives.from_rank_zero(make, self.global_rank)
+
+    def on_rank_zero(self, make: Callable[[], T]) -> T | None:
+        """See `PrivateStrategy`."""
+        return collectives.on_rank_zero(make, self.global_rank)
+
+    def max_over_ranks(self, values: Sequence[int]) -> list[int]:
+        """See `PrivateStrategy`."""
+        return collectives.max_over_ranks(values, self.root_device)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """See `PrivateStrategy`."""
+        return collectives.sum_over_ranks(values, self.root_device)
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    fewest_micro_batches = 1
+    """ZeRO's step wants a backward before it, also where no record was drawn."""
+
+    def check_step(self, protected: Sequence[Tensor]) -> None:
+        """ZeRO reduces what trained when it partitioned the model.
+
+        Args:
+            protected: The parameters that train in this step.
+
+        Raises:
+            UnsupportedModuleError: They are others than at the beginning of fit.
+        """
+        if {id(parameter) for parameter in protected} != self._trained:
+            raise UnsupportedModuleError(
+                f"parameters were frozen or unfrozen after fit began: {self.strategy_name} reduces those that trained "
+                "at its start; freeze and unfreeze before trainer.fit, or train with dprc_single"
+            )
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """The engine copies what it has accumulated into its partitions in the last one's clipped backward.
+
+        Args:
+            last: Whether it is the last one.
+
+        Yields:
+            Nothing.
+        """
+        engine: Any = self.model
+        if self.zero_stage_3:
+            # Of the micro-batch before: with the flag still set ZeRO-3 takes this one's gradients for its own, and
+            # the sum is wrong without a word.
+            engine.optimizer.clear_backward_seen_flag()
+        engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    @contextmanager
+    def norm_pass(self) -> Iterator[None]:
+        """ZeRO-3 counts the backwards that its modules have yet to see: the norm pass must not be counted.
+
+        Yields:
+            Nothing.
+        """
+        if not self.zero_stage_3:
+            yield
+            return
+        engine: Any = self.model
+        names = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+        kept = [(m, n, getattr(m, n)) for m in engine.module.modules() for n in names if hasattr(m, n)]
+        try:
+            yield
+        finally:
+            for module, name, value in kept:
+                setattr(module, name, value)
+
+
+for _stage in (1, 2, 3):
+    StrategyRegistry.register(
+        f"dprc_deepspeed_stage_{_stage}",
+        PrivateDeepSpeedStrategy,
+        description=f"DeepSpeed ZeRO stage {_stage}, differentially private",
+        override=True,
+        stage=_stage,
+    )
