@@ -26,6 +26,9 @@ they are plain values under names, and a run checks the values of its own settin
 # For the whole process, because LightningCLI and load_from_checkpoint read files by themselves, weights_only too.
 torch.serialization.add_safe_globals(list(SAFE_CLASSES))
 
+CHECKPOINT_KEY = "dprc_lightning"
+"""Where a checkpoint has what its run remembers of itself."""
+
 _LISTED = 5
 # What an intact archive with a wrong content raises. Not RuntimeError: that is a device that is full or not there.
 _MALFORMED = (pickle.UnpicklingError, ValueError, LookupError, EOFError)
@@ -107,8 +110,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 "weights_only", weights_only, "a checkpoint is never allowed to run code: leave it out"
             )
         file = _local(path)
-        _refuse_damaged(file)
-        _refuse_unsafe(file, f"{file} is not loaded", "take a checkpoint of your own run")
+        self.check(file)
         # The check above names what is refused; the restricted unpickler is what keeps the promise.
         try:
             return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
@@ -116,6 +118,15 @@ class DurableCheckpointIO(TorchCheckpointIO):
             raise CheckpointError(
                 f"{file} is malformed ({_line(error)}), use an earlier one: {_others(file)}"
             ) from None
+
+    def check(self, file: Path) -> None:
+        """Refuse, by a CheckpointError, a file that is missing or damaged, or that holds what could run code.
+
+        Args:
+            file: The checkpoint.
+        """
+        _refuse_damaged(file)
+        _refuse_unsafe(file, f"{file} is not loaded", "take a checkpoint of your own run")
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger
-from dprc_lightning.checkpoint import DurableCheckpointIO
+from dprc_lightning.checkpoint import CHECKPOINT_KEY, DurableCheckpointIO
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig
 from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.errors import ExportError
-from dprc_lightning.lifecycle import CHECKPOINT_KEY
 from dprc_lightning.model_card import Contents, model_card
 from dprc_lightning.module import DPRCModule
 from dprc_lightning.report import read_report

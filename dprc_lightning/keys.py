@@ -18,6 +18,7 @@ dropout key           never: known masks by batch position let one record change
 augmentation key      never: likewise
 group-record key      never: which of a person's records was drawn is as secret as whether one was
 fingerprint key       never: a fingerprint whose key is known confirms a suspected record
+checkpoint key        never: who has it can sign a checkpoint that runs code where it is loaded
 noise state           never, and it is nowhere on disk
 projection, one step  only after that step's noised sum is fixed
 projection subkey     only after the last step of a run that will never be resumed, forked or extended
@@ -64,6 +65,7 @@ class Domain(enum.Enum):
     AUGMENTATION = "augmentation"
     GROUP_RECORD = "group-record"
     DATA_FINGERPRINT = "data-fingerprint"
+    CHECKPOINT = "checkpoint"
 
 
 def derive(key: bytes, *parts: int | str | bytes) -> bytes:

@@ -10,6 +10,7 @@ import torch
 from dprc_lightning import preflight
 from dprc_lightning.callbacks import GracefulStop, PrivacyReport
 from dprc_lightning.callbacks.run_facts import not_private_because
+from dprc_lightning.checkpoint import CHECKPOINT_KEY
 from dprc_lightning.clipping import ClippingHandle, attach
 from dprc_lightning.clipping.two_pass import HALF_NORM_SLACK
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
@@ -20,8 +21,6 @@ from dprc_lightning.resume import Opening, Origin
 from dprc_lightning.run import PrivateRun, passing_secret, run_folder
 from dprc_lightning.strategies import PrivateStrategy
 from dprc_lightning.timing import StepClock
-
-CHECKPOINT_KEY = "dprc_lightning"
 
 
 class RunLifecycle(pl.LightningModule):
@@ -244,6 +243,7 @@ class RunLifecycle(pl.LightningModule):
                 "global_step": self.global_step,
                 "applied_steps": self.private_run.applied,
                 "folder": str(self.private_run.folder.resolve()),
+                "state_keys": sorted(self.state_dict()),
             }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -255,7 +255,10 @@ class RunLifecycle(pl.LightningModule):
         Raises:
             ConfigurationError: It is of another model.
         """
-        ours, theirs = set(self.state_dict()), set(checkpoint.get("state_dict", {}))
+        remembered = checkpoint.get(CHECKPOINT_KEY) or {}
+        # An engine that shards keeps the weights elsewhere.
+        theirs = set(checkpoint.get("state_dict", remembered.get("state_keys", {})))
+        ours = set(self.state_dict())
         if self.strict_loading and ours != theirs:
             odd = min(ours ^ theirs)
             raise ConfigurationError([

@@ -12,8 +12,8 @@ from dprc_lightning.accounting.events import StepEvent
 from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger
 from dprc_lightning.config import PrivacyConfig, ResolvedPrivacy
 from dprc_lightning.errors import ConfigurationError, LedgerError
-from dprc_lightning.keys import SECRET_NAME, RunSecret, secret_identity
-from dprc_lightning.run import own_folder, refuse_used_folder
+from dprc_lightning.keys import SECRET_NAME, RunSecret
+from dprc_lightning.run import identity_of, own_folder, refuse_used_folder
 
 _MAY_CHANGE = {"steps", "crash_allowance", "target_epsilon"}
 
@@ -113,7 +113,7 @@ class Opening:
     def _secret(self) -> RunSecret:
         there = os.path.lexists(self.folder / SECRET_NAME)
         if there and not self._ledger_is_new and self.ledger is not None:
-            if self.ledger.meta.get("files") == self._files():
+            if self.ledger.meta.get("files") == identity_of(self.folder):
                 return RunSecret.load(self.folder)
         if there:
             # Kept, because nothing is ever thrown away here; its name says that nothing draws from it any more.
@@ -139,25 +139,20 @@ class Opening:
         if self.ledger is None or self.origin is None:
             resolved = privacy.resolve(num_records, sketch_dim, default_norm_slack=default_norm_slack)
             self.ledger = Ledger.create(self.folder / LEDGER_NAME, {"mechanism": resolved.to_dict()})
-            self.ledger.amend({"files": self._files()})
+            self.ledger.amend({"files": identity_of(self.folder)})
             return self.ledger, resolved
         recorded = ResolvedPrivacy.from_dict(self.ledger.meta["mechanism"])
         wanted = privacy.resolve(
             num_records, sketch_dim, default_norm_slack=default_norm_slack, calibrated=recorded.noise_multiplier
         )
         resolved = _mechanism_of_further_steps(wanted, recorded, self.ledger, self.origin)
-        now: dict[str, Any] = {"mechanism": resolved.to_dict(), "files": self._files()}
+        now: dict[str, Any] = {"mechanism": resolved.to_dict(), "files": identity_of(self.folder)}
         if resolved != recorded:
             now["asked"] = _asked(wanted)
         changes = {name: value for name, value in now.items() if self.ledger.meta.get(name) != value}
         if changes:
             self.ledger.amend(changes)
         return self.ledger, resolved
-
-    def _files(self) -> dict[str, Any]:
-        """Tells the files that this run wrote from copies and from what a backup brought back."""
-        ledger = self.folder / LEDGER_NAME
-        return {"secret": secret_identity(self.folder), "ledger": os.stat(ledger).st_ino if ledger.exists() else None}
 
     def abandon(self) -> None:
         """Give up before the first step: the ledger is as it was, and the folder free if it was."""

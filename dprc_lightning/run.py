@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from dprc_lightning.accounting.events import StepEvent
 from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger, Reservation
 from dprc_lightning.config import ResolvedPrivacy
 from dprc_lightning.errors import ConfigurationError, LedgerError
-from dprc_lightning.keys import KEY_BYTES, Domain, RunSecret
+from dprc_lightning.keys import KEY_BYTES, SECRET_NAME, Domain, RunSecret, secret_identity
 from dprc_lightning.sampling import PoissonBatchSampler
 
 
@@ -163,6 +164,34 @@ def own_folder(checkpoint: Path) -> Path:
         if os.path.lexists(folder / LEDGER_NAME):
             return folder
     return path.parent.parent
+
+
+def identity_of(folder: Path) -> dict[str, Any]:
+    """Tells the files that a run wrote from copies and from what a backup brought back.
+
+    Args:
+        folder: Run folder.
+
+    Returns:
+        What the ledger has under ``files``.
+    """
+    ledger = folder / LEDGER_NAME
+    return {"secret": secret_identity(folder), "ledger": os.stat(ledger).st_ino if ledger.exists() else None}
+
+
+def stored_secret(folder: Path) -> RunSecret | None:
+    """The secret in a run folder, if folder and secret are those that the run itself made.
+
+    Args:
+        folder: Run folder.
+
+    Returns:
+        The secret; None if there is none, or it may be somebody else's.
+    """
+    if not all(os.path.lexists(folder / name) for name in (LEDGER_NAME, SECRET_NAME)):
+        return None
+    ledger = Ledger.open(folder, read_only=True)
+    return RunSecret.load(folder) if ledger.meta.get("files") == identity_of(folder) else None
 
 
 def refuse_used_folder(folder: Path) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dprc_lightning.clipping.two_pass import matmul_precision
 from dprc_lightning.errors import StepOrderError, UnclippedGradientError, UnsupportedModuleError
-from dprc_lightning.layers import Mode, ParameterTracker, PassState
+from dprc_lightning.layers import Mode, ParameterTracker, PassState, Shown
 from dprc_lightning.layers.tracing import was_traced
 from dprc_lightning.shards import version
 
@@ -70,7 +70,7 @@ class ModelGuard:
         known = {id(p) for t in self._state.trackers.values() for p in (t.parameter, t.stand_in)}
         for name, parameter in self._model.named_parameters():
             # A module that did not run shows its whole weight all the same, and no stand-in was met.
-            gathered = self._state.sharded and name in self._state.trackers
+            gathered = self._state.shown is not Shown.ITSELF and _plain(name) in self._state.trackers
             if parameter.requires_grad and id(parameter) not in known and not gathered:
                 raise UnsupportedModuleError(
                     f"parameter {name!r} became trainable after attach() or begin_step(): its gradient would not be "
@@ -93,8 +93,8 @@ class ModelGuard:
             UnsupportedModuleError: A buffer or a frozen parameter has changed.
         """
         now = self._kept_state()
-        for name, (tensor, version) in self._kept.items():
-            if name in now and (now[name][0] is not tensor or now[name][1] != version):
+        for name, (tensor, writes) in self._kept.items():
+            if name in now and (now[name][0] is not tensor or now[name][1] != writes):
                 raise UnsupportedModuleError(
                     f"buffer or frozen parameter {name!r} was changed within the step: what it learns of the records "
                     "is released without noise; use a layer without running statistics, and change it between steps"
@@ -120,12 +120,20 @@ class ModelGuard:
             UnclippedGradientError: Somebody has.
         """
         now = self._gradients()
-        for name, (gradient, version) in self._clipped.items():
-            if name in now and (now[name][0] is not gradient or now[name][1] != version):
+        for name, (gradient, writes) in self._clipped.items():
+            if name in now and not (self._is_same(now[name][0], gradient) and now[name][1] == writes):
                 raise UnclippedGradientError(
                     f"the gradient of parameter {name!r} was changed after it was clipped (on_after_backward, or a "
                     "hook of the optimizer that comes before the noise); change it nowhere"
                 )
+
+    def _is_same(self, now: Tensor | None, before: Tensor | None) -> bool:
+        if now is before:
+            return True
+        if self._state.shown is not Shown.VIEWS or now is None or before is None:
+            return False
+        # The same part of the flat gradient under a new name, which each forward may give it.
+        return now.data_ptr() == before.data_ptr() and now.shape == before.shape
 
     def _gradients(self) -> dict[str, tuple[Tensor | None, int]]:
         found = {}
@@ -178,26 +186,68 @@ class ModelGuard:
             self._state.watch(tracker, gradient)
 
         def after(parameter: Tensor) -> None:
-            if self._state.mode is Mode.CLIP and tracker.contributions > 0:
-                return
-            # Not left behind for an optimizer step after a caught exception.
-            parameter.grad = None
-            if self._state.mode is Mode.CLIP:
-                raise UnclippedGradientError(
-                    f"parameter {tracker.name!r} got a gradient but the norm pass did not see it: its module ran under "
-                    "reentrant checkpointing (set use_reentrant=False), or the parameter is used outside of its "
-                    "module's forward (call the module, or freeze the parameter)"
-                )
-            raise UnclippedGradientError(
-                f"parameter {tracker.name!r} got a gradient that was not clipped: call handle.clipped_backward(losses, "
-                "...) instead of backward(), or handle.detach() first"
-            )
+            try:
+                self._refuse_unseen(tracker)
+            except UnclippedGradientError:
+                # Not left behind for an optimizer step after a caught exception.
+                parameter.grad = None
+                raise
 
         arriving = tracker.parameter if stand_in is None else stand_in
         watching = arriving.register_hook(before)
         self._watches[tracker.name] = watching.id
         return [watching, arriving.register_post_accumulate_grad_hook(after)]
 
+    def watch_view(self, tracker: ParameterTracker, view: Tensor) -> None:
+        """The same for gradients that pass through a view of a flat parameter, whose own hooks are its engine's.
+
+        Args:
+            tracker: The parameter.
+            view: What its module has found in its place; the hook goes with it.
+        """
+
+        def before(gradient: Tensor) -> None:
+            self._refuse_unseen(tracker)
+            tracker.passed(gradient)
+
+        view.register_hook(before)
+
+    def watch_slice(self, tracker: ParameterTracker) -> Any:
+        """Refuse every gradient of this rank's slice of a parameter: modules never see it.
+
+        Args:
+            tracker: The parameter.
+
+        Returns:
+            Handle of the hook.
+        """
+
+        def before(gradient: Tensor) -> None:
+            raise UnclippedGradientError(
+                f"parameter {tracker.name!r} got a gradient past its module's forward (a penalty on the weights): its "
+                "norm was not taken; call the module, or freeze it"
+            )
+
+        return tracker.parameter.register_hook(before)
+
+    def _refuse_unseen(self, tracker: ParameterTracker) -> None:
+        if self._state.mode is Mode.CLIP and tracker.contributions > 0:
+            return
+        if self._state.mode is Mode.CLIP:
+            raise UnclippedGradientError(
+                f"parameter {tracker.name!r} got a gradient but the norm pass did not see it: its module ran under "
+                "reentrant checkpointing (set use_reentrant=False), or the parameter is used outside of its module's "
+                "forward (call the module, or freeze the parameter)"
+            )
+        raise UnclippedGradientError(
+            f"parameter {tracker.name!r} got a gradient that was not clipped: call handle.clipped_backward(losses, "
+            "...) instead of backward(), or handle.detach() first"
+        )
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the wrappers that an engine (FSDP1) has put around modules since."""
+    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def _gradient_hooks(parameter: Tensor) -> int:

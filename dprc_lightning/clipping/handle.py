@@ -1,7 +1,7 @@
 """`attach`: per-record clipping for any `torch.nn.Module`, without Lightning."""
 
 import secrets
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -31,7 +31,15 @@ from dprc_lightning.errors import (
     UnsupportedModuleError,
 )
 from dprc_lightning.keys import derive
-from dprc_lightning.layers import ATTRIBUTE, restore_class, Instrumentation, LayerRule, ParameterTracker, PassState
+from dprc_lightning.layers import (
+    ATTRIBUTE,
+    Instrumentation,
+    LayerRule,
+    ParameterTracker,
+    PassState,
+    Shown,
+    restore_class,
+)
 from dprc_lightning.layers.embedding import EmbeddingRule, batch_size_of
 from dprc_lightning.layers.tracing import forget_tracing
 from dprc_lightning.sketch import GaussianProjections, Projections
@@ -127,17 +135,36 @@ class ClippingHandle:
         `parameters` are then this rank's shards. The norms are still those of the whole gradient: a module that runs
         has the whole weight, and each rank sees its own records' whole gradients.
         """
-        for hook in self._watching:
-            hook.remove()
-        self._watching.clear()
+        self._stop_watching()
         for module in self._swapped:
             for local, tracker in module.__dict__[ATTRIBUTE].trackers.items():
                 shard = module._parameters[local]
                 assert shard is not None
                 tracker.parameter = shard
-        self._state.sharded = True
+        self._state.shown = Shown.WHOLE
         self._state.on_stand_in = lambda tracker, whole: self._watching.extend(self._guard.watch(tracker, whole))
         self._guard.follow_shards()
+
+    def follow_views(self, flat_parameters: Sequence[Tensor]) -> None:
+        """Called once an engine (FSDP1) has put the parameters into flat ones, before the optimizer is made.
+
+        The parameters are then this rank's slices of a shard. A module that runs sees a view of the flat parameter,
+        another one in each forward: each is watched, and nothing may come to a slice by itself.
+
+        Args:
+            flat_parameters: All of them, also those with frozen parameters alone.
+        """
+        self._stop_watching()
+        self._watching += [self._guard.watch_slice(tracker) for tracker in self._state.trackers.values()]
+        self._state.shown = Shown.VIEWS
+        self._state.on_stand_in = self._guard.watch_view
+        self._state.flat_parameters = list(flat_parameters)
+        self._guard.follow_shards()
+
+    def _stop_watching(self) -> None:
+        for hook in self._watching:
+            hook.remove()
+        self._watching.clear()
 
     def follow_engine(self) -> None:
         """Called once an engine (ZeRO) has hung its reduction on the parameters: these hooks are no strangers."""
@@ -292,6 +319,11 @@ class ClippingHandle:
         fresh = [n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
         if not fresh:
             return
+        if self._state.shown is Shown.VIEWS:
+            raise UnsupportedModuleError(
+                f"parameter {fresh[0]!r} was unfrozen after it was sharded into a flat parameter; unfreeze it before "
+                "training begins"
+            )
         owners = find_owners(self._model, known)
         settings = self._settings
         trackers = make_trackers(

@@ -104,9 +104,7 @@ def check_losses(losses: Tensor) -> None:
 Around = Callable[[], AbstractContextManager[None]]
 
 
-def norm_pass(
-    state: PassState, losses: Tensor, unused: Unused = "error", around: Around = nullcontext
-) -> Tensor:
+def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error", around: Around = nullcontext) -> Tensor:
     """First backward: the norm of each record's gradient, over all trainable parameters together.
 
     Guarantee: record i's norm is a function of its own gradient and of P: every layer keeps the records apart, and the

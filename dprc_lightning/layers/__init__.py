@@ -6,7 +6,7 @@ from dprc_lightning.layers.recording import record
 from dprc_lightning.layers.registry import find_rule, register_rule, unregister_rule
 from dprc_lightning.layers.rule import LayerRule, restore_class
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import ATTRIBUTE, Instrumentation, Mode, PassState
+from dprc_lightning.layers.tracking import ATTRIBUTE, Instrumentation, Mode, PassState, Shown
 
 __all__ = [
     "ATTRIBUTE",
@@ -17,6 +17,7 @@ __all__ = [
     "ParameterTracker",
     "PassState",
     "PerRecordRule",
+    "Shown",
     "find_rule",
     "record",
     "register_rule",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dprc_lightning.errors import UnsupportedModuleError
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import PassState, active, instrumentation
+from dprc_lightning.layers.tracking import PassState, active, instrumentation, parameter_in_use
 
 Gradient = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
@@ -72,7 +72,7 @@ def record(module: nn.Module, name: str, output: Tensor, gradient: Gradient, *sa
     state, tracker = found
     detached = [value.detach() if isinstance(value, Tensor) else value for value in saved]
     anchor = state.anchor(output.device)
-    return _Record.apply(output, module._parameters[name], anchor, gradient, state, tracker, *detached)
+    return _Record.apply(output, parameter_in_use(module, name), anchor, gradient, state, tracker, *detached)
 
 
 class _PerRecord(torch.autograd.Function):
@@ -109,7 +109,7 @@ def per_record_parameter(module: nn.Module, name: str, records: int, *, new_axis
     Raises:
         UnsupportedModuleError: The first axis is not 1 where it must be.
     """
-    parameter: Tensor = module._parameters[name]  # type: ignore[assignment]
+    parameter: Tensor = parameter_in_use(module, name)  # type: ignore[assignment]
     if not new_axis and parameter.shape[:1] != (1,):
         raise UnsupportedModuleError(
             f"module {instrumentation(module).name!r}, parameter {name!r}: it has shape {tuple(parameter.shape)}, and "

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from dprc_lightning.errors import UnsupportedModuleError
 from dprc_lightning.layers.recording import record
 from dprc_lightning.layers.tracing import note_tracing
-from dprc_lightning.layers.tracking import instrumentation
-
+from dprc_lightning.layers.tracking import instrumentation, parameter_in_use
 
 INSTRUMENTED = "_dprc_instrumented"
 """Marks the classes that `attach` puts in the place of others."""
@@ -148,7 +147,7 @@ def detached_parameters(module: nn.Module, names: Mapping[str, Any]) -> Iterator
         module: The module.
         names: Local names.
     """
-    with replaced_parameters(module, {name: module._parameters[name].detach() for name in names}):  # type: ignore[union-attr]
+    with replaced_parameters(module, {name: parameter_in_use(module, name).detach() for name in names}):  # type: ignore[union-attr]
         yield
 
 
@@ -160,10 +159,12 @@ def replaced_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Ite
         module: The module.
         tensors: Local name -> tensor.
     """
-    # An instance attribute comes before what nn.Module looks up among its parameters.
+    # An instance attribute comes before what nn.Module looks up among its parameters. An engine may have set one too.
+    before = {name: module.__dict__[name] for name in tensors if name in module.__dict__}
     module.__dict__.update(tensors)
     try:
         yield
     finally:
         for name in tensors:
             del module.__dict__[name]
+        module.__dict__.update(before)

@@ -55,7 +55,7 @@ class ParameterTracker:
         name: First name in ``model.named_parameters()``: part of the key of P.
         parameter: The parameter that the optimizer steps: itself, or this rank's shard of it.
         shape: Of the whole parameter, when `attach` found it: a shard's own says something else.
-        stand_in: Under an engine that shards, the whole parameter that the last forward saw in its place.
+        stand_in: Under an engine that shards, the whole parameter, or the view, that the last forward saw in its place.
         kind: ``matrix`` (two factors) or ``vector`` (its per-record gradient is small and summed as it is).
         estimator: ``exact`` or ``hutchinson``.
         side: The axis that P contracts; unused where exact.
@@ -78,6 +78,7 @@ class ParameterTracker:
     _uses: list[Factors] = field(default_factory=list)
     _produced_sum: Tensor | None = None
     _produced_size: Tensor | None = None
+    _passed_sum: Tensor | None = None
     _probe: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict)
     _terms: Tensor | None = None
     _rows: Tensor | None = None
@@ -103,7 +104,7 @@ class ParameterTracker:
         """Drop everything that was kept for the squared norm."""
         self._sum = self._terms = self._rows = self._blocks = None
         self._uses = []
-        self._produced_sum = self._produced_size = None
+        self._produced_sum = self._produced_size = self._passed_sum = None
 
     def add_terms(self, sizes: Tensor) -> None:
         """Add the norms of one use's terms; the uses of a tied weight add before anything is squared.
@@ -187,7 +188,26 @@ class ParameterTracker:
         Returns:
             Scalar, bool.
         """
+        return self._is_foreign(self._fingerprint(gradient)[0])
+
+    def passed(self, gradient: Tensor) -> None:
+        """Called with what passes through one view of the parameter; a module that ran twice may have seen two.
+
+        Args:
+            gradient: The sum over all paths to the view.
+        """
         total, _ = self._fingerprint(gradient)
+        self._passed_sum = total if self._passed_sum is None else self._passed_sum + total
+
+    def foreign_views(self) -> Tensor | None:
+        """Whether more passed through all views than the layers produced.
+
+        Returns:
+            Scalar, bool; None if nothing passed.
+        """
+        return None if self._passed_sum is None else self._is_foreign(self._passed_sum)
+
+    def _is_foreign(self, total: Tensor) -> Tensor:
         if self._produced_sum is None or self._produced_size is None:
             return torch.ones_like(total, dtype=torch.bool)
         # What a single use produced arrives as it is; the sum of several is rounded. Not "greater than", which NaN

@@ -1,12 +1,13 @@
 """What the instrumented layers share: the mode of the pass, the anchor, and the guards of the clipped backward."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dprc_lightning.errors import LossShapeError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.layers.tracker import ParameterTracker
@@ -35,6 +36,17 @@ class Mode(Enum):
     """Second backward: layers compute weight gradients, each record's times its clip factor."""
 
 
+class Shown(Enum):
+    """What the modules find in the place of their parameters while they run."""
+
+    ITSELF = "itself"
+    """The parameters."""
+    WHOLE = "whole"
+    """Of each sharded parameter a whole copy: one tensor, where gradients accumulate (FSDP2)."""
+    VIEWS = "views"
+    """Of a flat parameter another view in each forward, through which gradients only pass (FSDP1)."""
+
+
 class PassState:
     """One per attached model, shared by all its instrumented modules.
 
@@ -52,10 +64,12 @@ class PassState:
         """Whether the last norm pass saw an output gradient in bfloat16."""
         self.batch_hints: list[int | None] = []
         """Records, as seen by the inputs of an embedding's parents that are running; the innermost last."""
-        self.sharded = False
-        """Whether an engine keeps shards of the parameters and shows the modules whole ones while they run."""
+        self.shown = Shown.ITSELF
+        self.flat_parameters: list[Tensor] = []
+        """Where gradients accumulate that pass through views."""
         self.on_stand_in: Callable[[ParameterTracker, Tensor], None] = lambda tracker, parameter: None
-        """Called when such a whole parameter is seen for the first time."""
+        """Called when a whole copy, or a view, is seen for the first time."""
+        self._met: MutableMapping[Tensor, ParameterTracker] = WeakTensorKeyDictionary()
         self._squared: Tensor | None = None
         self._records = 0
         self._others = torch.zeros(0, dtype=torch.int64)
@@ -102,17 +116,23 @@ class PassState:
                 f"module {tracker.modules[0]!r}: it ran while its weights were sharded, past the forward of the module "
                 "that gathers them; call the model at its root (self.net(...)), not one of its parts"
             )
-        if not self.sharded or tracker.stand_in is not None or current is None or current.shape != tracker.shape:
+        replaced = tracker.stand_in is not None if self.shown is Shown.WHOLE else self.shown is Shown.ITSELF
+        if replaced or current is None or current.shape != tracker.shape:
             raise UnsupportedModuleError(
                 f"parameter {tracker.name!r} was replaced or tied after attach(); detach, change the model, attach "
                 "again"
             )
         tracker.stand_in = current
-        self.on_stand_in(tracker, current)
+        # A view that comes back, after another one, is watched already.
+        if current not in self._met:
+            self._met[current] = tracker
+            self.on_stand_in(tracker, current)
 
     def is_known(self, parameter: Tensor) -> bool:
-        """Whether a parameter's gradients are clipped: it is a tracker's own, or a whole copy of its shard."""
-        return any(parameter is t.parameter or parameter is t.stand_in for t in self.trackers.values())
+        """Whether a parameter's gradients are clipped: a tracker's own, a whole copy of its shard, or made of them."""
+        return any(parameter is flat for flat in self.flat_parameters) or any(
+            parameter is t.parameter or parameter is t.stand_in for t in self.trackers.values()
+        )
 
     def start_isolation(self, records: int, others: Tensor) -> None:
         """Begin a backward of some records' losses alone.
@@ -191,7 +211,8 @@ class PassState:
         Raises:
             UnclippedGradientError: One of the two does not hold.
         """
-        for message, found in self._findings:
+        of_views = [(_foreign(t), found) for t in self.trackers.values() if (found := t.foreign_views()) is not None]
+        for message, found in (*self._findings, *of_views):
             if bool(found):
                 raise UnclippedGradientError(message)
 
@@ -285,12 +306,7 @@ class PassState:
             gradient: Of its shape.
         """
         if self.mode is Mode.CLIP:
-            self._findings.append((
-                f"parameter {tracker.name!r} got a gradient that does not come from its module's forward (a functional "
-                "use, a penalty on the weights, a second-order loss): its norm was not taken; call the module, or "
-                "freeze it",
-                tracker.foreign(gradient),
-            ))
+            self._findings.append((_foreign(tracker), tracker.foreign(gradient)))
 
     def _refuse_float16(self, tracker: ParameterTracker, output_gradient: Tensor) -> None:
         if output_gradient.dtype is torch.float16:
@@ -383,6 +399,13 @@ class PassState:
             self._squared = wide if self._squared is None else self._squared + wide.to(self._squared.device)
 
 
+def _foreign(tracker: ParameterTracker) -> str:
+    return (
+        f"parameter {tracker.name!r} got a gradient that does not come from its module's forward (a functional use, a "
+        "penalty on the weights, a second-order loss): its norm was not taken; call the module, or freeze it"
+    )
+
+
 def _norms(value: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Norms along some axes, float32; the sum of squares is formed in float32 or better."""
     if value.dtype is torch.float64:
@@ -430,6 +453,20 @@ def instrumentation(module: nn.Module) -> Instrumentation:
     return carried
 
 
+def parameter_in_use(module: nn.Module, name: str) -> Tensor | None:
+    """What a module takes for its parameter now.
+
+    Args:
+        module: Any module.
+        name: Local name of the parameter.
+
+    Returns:
+        The parameter; or the tensor that an engine, which has taken it out, has set as a plain attribute.
+    """
+    parameter = module._parameters.get(name)
+    return module.__dict__.get(name) if parameter is None else parameter
+
+
 def active(module: nn.Module, name: str) -> tuple[PassState, ParameterTracker] | None:
     """Whether this forward must go through an autograd Function for one of the module's parameters.
 
@@ -447,8 +484,8 @@ def active(module: nn.Module, name: str) -> tuple[PassState, ParameterTracker] |
     tracker = carried.trackers.get(name)
     if tracker is None or not tracker.parameter.requires_grad or not torch.is_grad_enabled():
         return None
-    current = module._parameters.get(name)
-    expected = tracker.stand_in if carried.state.sharded else tracker.parameter
+    current = parameter_in_use(module, name)
+    expected = tracker.parameter if carried.state.shown is Shown.ITSELF else tracker.stand_in
     if current is not expected:
         carried.state.meet(tracker, current)
     carried.state.count_use(tracker)

@@ -2,9 +2,9 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -17,13 +17,10 @@ from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
-from dprc_lightning.strategies import collectives
-from dprc_lightning.strategies.private import PrivateStrategy
-
-T = TypeVar("T")
+from dprc_lightning.strategies.ranks import ManyRanks
 
 
-class PrivateDDPStrategy(PrivateStrategy, DDPStrategy):
+class PrivateDDPStrategy(ManyRanks, DDPStrategy):
     """Lightning's DDP strategy with the noise hook. Alias: ``dprc_ddp``.
 
     The clipped gradients of all ranks are summed by DDP's own all-reduce; then every rank adds the same noise, from a
@@ -76,22 +73,6 @@ class PrivateDDPStrategy(PrivateStrategy, DDPStrategy):
         """Give the model back as it was."""
         self._release()
         super().teardown()
-
-    def from_rank_zero(self, make: Callable[[], T]) -> T:
-        """See `PrivateStrategy`."""
-        return collectives.from_rank_zero(make, self.global_rank)
-
-    def on_rank_zero(self, make: Callable[[], T]) -> T | None:
-        """See `PrivateStrategy`."""
-        return collectives.on_rank_zero(make, self.global_rank)
-
-    def max_over_ranks(self, values: Sequence[int]) -> list[int]:
-        """See `PrivateStrategy`."""
-        return collectives.max_over_ranks(values, self.root_device)
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """See `PrivateStrategy`."""
-        return collectives.sum_over_ranks(values, self.root_device)
 
     def check_step(self, protected: Sequence[Tensor]) -> None:
         """DDP reduces what trained when it wrapped the model: by what was unfrozen since, replicas would drift apart.

@@ -3,28 +3,26 @@
 import argparse
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
-from dprc_lightning.strategies import collectives
-from dprc_lightning.strategies.private import PrivateStrategy
-
-T = TypeVar("T")
+from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 
 
-class PrivateDeepSpeedStrategy(PrivateStrategy, DeepSpeedStrategy):
+class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
     """DeepSpeed with the noise hook. Aliases: ``dprc_deepspeed_stage_1``, ``_2``, ``_3``.
 
     ZeRO reduces the clipped gradients into flat float32 partitions, one per rank and parameter group, and steps the
@@ -34,6 +32,7 @@ class PrivateDeepSpeedStrategy(PrivateStrategy, DeepSpeedStrategy):
     Args:
         stage: 1, 2 or 3.
         config: DeepSpeed's own settings, a dict or a file; in place of all others.
+        trust_checkpoint: Load a folder that this run's secret did not sign: its files can run code.
         noise_stream: For tests only. A fixed stream makes the run NOT PRIVATE; each rank derives its own from it.
         **kwargs: As for Lightning's DeepSpeedStrategy.
 
@@ -43,11 +42,19 @@ class PrivateDeepSpeedStrategy(PrivateStrategy, DeepSpeedStrategy):
 
     strategy_name = "dprc_deepspeed"
 
-    def __init__(self, stage: int = 2, config: Any = None, noise_stream: NoiseStream | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        stage: int = 2,
+        config: Any = None,
+        trust_checkpoint: bool = False,
+        noise_stream: NoiseStream | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Lightning writes into it.
         super().__init__(stage=stage, config=copy.deepcopy(config), **kwargs)
+        self.trust_checkpoint = trust_checkpoint
         self._given_stream = noise_stream
         self._steps_flats = False
         self._base: Optimizer | None = None
@@ -85,11 +92,23 @@ class PrivateDeepSpeedStrategy(PrivateStrategy, DeepSpeedStrategy):
             module: Any = trainer.lightning_module
             if trainer.state.fn == TrainerFn.FITTING and module.handle is not None:
                 module.handle.follow_engine()
+            self._restore_engine()
 
     def teardown(self) -> None:
         """Give the model back."""
         self._release()
         super().teardown()
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _save_engine(self, checkpoint: dict[str, Any], folder: Path) -> None:
+        DeepSpeedStrategy.save_checkpoint(self, {}, folder)
+
+    def _load_engine(self, path: Path) -> None:
+        # DeepSpeed's own format, which is pickled: what this run did not write does not come here.
+        DeepSpeedStrategy.load_checkpoint(self, path)
+
+    # The optimizer --------------------------------------------------------------------------------------------------
 
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
         """Look at the user's own optimizer before ZeRO puts its partitions into it, and hook it after.
@@ -101,6 +120,9 @@ class PrivateDeepSpeedStrategy(PrivateStrategy, DeepSpeedStrategy):
 
         Returns:
             DeepSpeed's engine and optimizer.
+
+        Raises:
+            ConfigurationError: An optimizer whose steps the noise would not meet.
         """
         import deepspeed
 
@@ -132,24 +154,6 @@ class PrivateDeepSpeedStrategy(PrivateStrategy, DeepSpeedStrategy):
     @property
     def _device_rank(self) -> int | None:
         return self.local_rank if self.root_device.type == "cpu" else self.root_device.index
-
-    # The ranks ------------------------------------------------------------------------------------------------------
-
-    def from_rank_zero(self, make: Callable[[], T]) -> T:
-        """See `PrivateStrategy`."""
-        return collectives.from_rank_zero(make, self.global_rank)
-
-    def on_rank_zero(self, make: Callable[[], T]) -> T | None:
-        """See `PrivateStrategy`."""
-        return collectives.on_rank_zero(make, self.global_rank)
-
-    def max_over_ranks(self, values: Sequence[int]) -> list[int]:
-        """See `PrivateStrategy`."""
-        return collectives.max_over_ranks(values, self.root_device)
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """See `PrivateStrategy`."""
-        return collectives.sum_over_ranks(values, self.root_device)
 
     # The step -------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """Fully sharded parameters, gradients and optimizer states: torch's FSDP2 (`fully_shard`) through Lightning."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -17,14 +18,11 @@ from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
-from dprc_lightning.strategies import collectives
-from dprc_lightning.strategies.private import PrivateStrategy
+from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
 
-T = TypeVar("T")
 
-
-class PrivateFSDP2Strategy(PrivateStrategy, ModelParallelStrategy):
+class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
     """torch's FSDP2 with the noise hook. Alias: ``dprc_fsdp2``.
 
     Each rank keeps a shard of every parameter. A layer's whole weights are there only while it runs, and the norm of a
@@ -41,6 +39,7 @@ class PrivateFSDP2Strategy(PrivateStrategy, ModelParallelStrategy):
             torch's own: yes, but for the root.
         cpu_offload: Keep parameters, gradients and optimizer states in the memory of the host.
         save_distributed_checkpoint: One file for each rank in a folder, instead of one file made by rank 0.
+        trust_checkpoint: Load a folder that this run's secret did not sign: its files can run code.
         noise_stream: For tests only. A fixed stream makes the run NOT PRIVATE; each shard derives its own from it.
         **kwargs: As for Lightning's ModelParallelStrategy.
 
@@ -57,6 +56,7 @@ class PrivateFSDP2Strategy(PrivateStrategy, ModelParallelStrategy):
         reshard_after_forward: bool | None = None,
         cpu_offload: bool = False,
         save_distributed_checkpoint: bool = False,
+        trust_checkpoint: bool = False,
         noise_stream: NoiseStream | None = None,
         **kwargs: Any,
     ) -> None:
@@ -65,8 +65,11 @@ class PrivateFSDP2Strategy(PrivateStrategy, ModelParallelStrategy):
                 f"strategy dprc_fsdp2, tensor_parallel_size={kwargs['tensor_parallel_size']}: a rank with a part of a "
                 "layer cannot take a record's norm alone; leave it out"
             ])
-        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs | {"tensor_parallel_size": 1})
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint, **kwargs | {"tensor_parallel_size": 1}
+        )
         self.checkpoint_io = DurableCheckpointIO()
+        self.trust_checkpoint = trust_checkpoint
         self._wrap, self._replicas = wrap, replicas
         self._reshard_after_forward, self._cpu_offload = reshard_after_forward, cpu_offload
         self._given_stream = noise_stream
@@ -100,11 +103,84 @@ class PrivateFSDP2Strategy(PrivateStrategy, ModelParallelStrategy):
             if fitting:
                 self.setup_optimizers(trainer)
             self.setup_precision_plugin()
+            self._restore_engine()
 
     def teardown(self) -> None:
         """Give the model back, sharded as it is."""
         self._release()
         super().teardown()
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """One file that rank 0 writes, or a folder that all write.
+
+        Args:
+            checkpoint: Lightning's.
+            filepath: Where.
+            storage_options: Must be None.
+        """
+        if self._save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            ModelParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read all but weights and optimizer states; a file or a folder, written by any number of ranks.
+
+        Args:
+            checkpoint_path: File or folder.
+            weights_only: None or True, which are the same here.
+
+        Returns:
+            The rest of the checkpoint.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        self.on_rank_zero(lambda: DurableCheckpointIO().check(path))
+        self._waiting = path
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return {key: value for key, value in content.items() if key not in {"state_dict", "optimizer_states"}}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """See Lightning's. torch makes an optimizer step on zeros where it has no state yet.
+
+        Args:
+            optimizer: The optimizer.
+
+        Returns:
+            Its state.
+        """
+        with self._loading():
+            return super().optimizer_state(optimizer)
+
+    def _check_folder(self, path: Path) -> None:
+        # A file holds no code.
+        if path.is_dir():
+            super()._check_folder(path)
+
+    def _save_engine(self, checkpoint: dict[str, Any], folder: Path) -> None:
+        # A copy: what is written is taken out of it.
+        ModelParallelStrategy.save_checkpoint(self, dict(checkpoint), folder)
+
+    def _load_engine(self, path: Path) -> None:
+        optimizers = self.optimizers
+        stateless = [] if path.is_dir() else self._without_state(path)
+        # Lightning fails on an optimizer that keeps no state (plain SGD): its settings are all there is to load.
+        self.optimizers = [] if stateless else optimizers
+        try:
+            ModelParallelStrategy.load_checkpoint(self, path, weights_only=True)
+        finally:
+            self.optimizers = optimizers
+        for optimizer, saved in zip(optimizers, stateless, strict=False):
+            for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({key: value for key, value in settings.items() if key != "params"})
+
+    @staticmethod
+    def _without_state(path: Path) -> list[dict[str, Any]]:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return [saved for saved in content.get("optimizer_states", []) if not saved["state"]]
 
     # What is wrapped ------------------------------------------------------------------------------------------------
 
@@ -130,11 +206,11 @@ class PrivateFSDP2Strategy(PrivateStrategy, ModelParallelStrategy):
                 fully_shard(layer, **settings)
             # Embedding, head and final norm together: a tied weight must lie in one group.
             fully_shard(root, **settings)
-        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
+        self._roots = [unit for unit in roots if isinstance(unit, FSDPModule)]
         if getattr(module.privacy, "unused", "error") == "zero":
             # Of two ranks one may reach a parameter and the other not: both must take part in its reduction.
-            for root in self._roots:
-                root.set_reduce_scatter_unused_params(True)
+            for unit in self._roots:
+                unit.set_reduce_scatter_unused_params(True)
         # What has no parameter to shard (metrics, buffers) moves as it is.
         if not self._cpu_offload:
             module.to(self.root_device)
@@ -178,23 +254,7 @@ class PrivateFSDP2Strategy(PrivateStrategy, ModelParallelStrategy):
         keys = self.from_rank_zero(lambda: [os.urandom(KEY_BYTES) for _ in range(shards)])
         return NoiseStream(keys[self._shard_index])
 
-    # The ranks ------------------------------------------------------------------------------------------------------
-
-    def from_rank_zero(self, make: Callable[[], T]) -> T:
-        """See `PrivateStrategy`."""
-        return collectives.from_rank_zero(make, self.global_rank)
-
-    def on_rank_zero(self, make: Callable[[], T]) -> T | None:
-        """See `PrivateStrategy`."""
-        return collectives.on_rank_zero(make, self.global_rank)
-
-    def max_over_ranks(self, values: Sequence[int]) -> list[int]:
-        """See `PrivateStrategy`."""
-        return collectives.max_over_ranks(values, self.root_device)
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """See `PrivateStrategy`."""
-        return collectives.sum_over_ranks(values, self.root_device)
+    # The step -------------------------------------------------------------------------------------------------------
 
     def check_step(self, protected: Sequence[Tensor]) -> None:
         """FSDP reduces what trained when it sharded the model.

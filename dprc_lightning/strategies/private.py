@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dprc_lightning.errors import ConfigurationError, StepOrderError, UnclippedGradientError
 from dprc_lightning.noise import NoiseStream, add_gaussian_noise
-from dprc_lightning.shards import version
+from dprc_lightning.shards import local_part, version
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ class NoiseHook:
         self._stream = stream
         self._is_given = is_given
         self._std: float | None = None
+        self._rehearses = False
         self._noised: set[int] = set()
         self._optimizers: list[Optimizer] = []
         self._partitions: list[Tensor] | None = None
@@ -103,6 +104,15 @@ class NoiseHook:
         self._around, self._check = around, check
         self._noised.clear()
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside, an optimizer may step on gradients that are all zero: torch makes it so have a state."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
+
     def finish(self) -> None:
         """End the logical step.
 
@@ -118,6 +128,10 @@ class NoiseHook:
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._rehearses and not any(
+            p.grad is not None and local_part(p.grad).any() for group in optimizer.param_groups for p in group["params"]
+        ):
+            return
         if self._std is None:
             raise UnclippedGradientError(
                 "optimizer.step() outside of the library's training_step: its gradients would carry no noise; "

@@ -14,17 +14,33 @@ from torch.nn.parallel import DistributedDataParallel
 from toy import ZeroNoise, trainer
 
 from dprc_lightning.errors import InterruptedRun
+from dprc_lightning.keys import RunSecret
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.run import PrivateRun
-from dprc_lightning.strategies import PrivateDDPStrategy, PrivateDeepSpeedStrategy, PrivateFSDP2Strategy
+from dprc_lightning.strategies import (
+    PrivateDDPStrategy,
+    PrivateDeepSpeedStrategy,
+    PrivateFSDP2Strategy,
+    PrivateFSDPStrategy,
+)
 
 
 # With its own limits ZeRO-3 never partitions so small a model again after the first step.
 SMALL = {
     1: {},
     2: {},
-    3: {"config": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
-        "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}, "zero_allow_untested_optimizer": True}},
+    3: {
+        "config": {
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_max_live_parameters": 0,
+                "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 0,
+                "stage3_param_persistence_threshold": 0,
+            },
+            "zero_allow_untested_optimizer": True,
+        }
+    },
 }
 
 ENGINES = {
@@ -35,6 +51,7 @@ ENGINES = {
         )
         for stage in (1, 2, 3)
     },
+    "fsdp": lambda **kwargs: PrivateFSDPStrategy(process_group_backend="gloo", **kwargs),
     "fsdp2": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", **kwargs),
 }
 
@@ -90,6 +107,28 @@ def whole_state(module):
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in module.net.state_dict().items()}
 
 
+def run_straight(name, folder, engine, world_size):
+    """The same steps with the same secret, without the stop."""
+    key = (folder / name / "secret.key").read_bytes()
+    create = RunSecret.create
+
+    def copied(where):
+        path = Path(where) / "secret.key"
+        path.write_bytes(key)
+        path.chmod(0o600)
+        return RunSecret.load(where)
+
+    RunSecret.create = copied
+    try:
+        cell = CELLS[name]
+        module = LM(cell)
+        strategy = ENGINES[engine](noise_stream=noise_of(name))
+        trainer(folder / f"{name}_straight", strategy=strategy, devices=world_size).fit(module, datamodule=Data())
+    finally:
+        RunSecret.create = create
+    return module
+
+
 def main(engine: str, folder: Path, world_size: int, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     silent: list[str] = []
@@ -99,7 +138,10 @@ def main(engine: str, folder: Path, world_size: int, names: list[str]) -> None:
         strategy = ENGINES[engine](noise_stream=noise_of(name))
         silent.clear()
         module = fit(name, folder / name, strategy, world_size, ENGINES[engine])
-        result = {"state": whole_state(module), "silent": len(silent)}
+        straight = None
+        if CELLS[name].stop is not None:
+            straight = whole_state(run_straight(name, folder, engine, world_size))
+        result = {"state": whole_state(module), "silent": len(silent), "straight": straight}
         torch.save(result, folder / name / f"rank{module.global_rank}.pt")
         print("done", name, flush=True)
 
