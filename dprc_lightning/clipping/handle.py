@@ -315,6 +315,9 @@ class ClippingHandle:
 
     def _refresh(self) -> None:
         """Instrument what became trainable since the last step."""
+        if self._state.shown is not Shown.ITSELF:
+            # An engine's whole copies are no new parameters; it reduces what trained when it sharded the model.
+            return
         known = {id(tracker.parameter): name for name, tracker in self._state.trackers.items()}
         fresh = [n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
         if not fresh:

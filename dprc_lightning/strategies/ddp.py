@@ -18,6 +18,7 @@ from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.ranks import ManyRanks
+from dprc_lightning.strategies.refusals import refuse_half_parameters
 
 
 class PrivateDDPStrategy(ManyRanks, DDPStrategy):
@@ -58,7 +59,7 @@ class PrivateDDPStrategy(ManyRanks, DDPStrategy):
             trainer: The trainer.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            _refuse_bfloat16(trainer)
+            refuse_half_parameters(trainer, self.strategy_name)
             self._init_privacy(self._given_stream, self._shared_stream)
         with self._private_setup(trainer):
             module: Any = trainer.lightning_module
@@ -113,17 +114,6 @@ class PrivateDDPStrategy(ManyRanks, DDPStrategy):
     def _shared_stream(self) -> NoiseStream:
         """Fresh in every start, the same on all ranks, stored nowhere."""
         return NoiseStream(self.from_rank_zero(lambda: os.urandom(KEY_BYTES)))
-
-
-def _refuse_bfloat16(trainer: Trainer) -> None:
-    named = trainer.lightning_module.named_parameters()
-    half = [name for name, p in named if p.requires_grad and p.dtype is torch.bfloat16]
-    setting = f"parameter {half[0]!r} is bfloat16" if half else f"trainer.precision={trainer.precision}"
-    if half or trainer.precision == "bf16-true":
-        raise ConfigurationError([
-            f"strategy dprc_ddp, {setting}: DDP would sum gradients in bfloat16, which is not covered; keep trainable "
-            "parameters in float32 and set trainer.precision=bf16-mixed"
-        ])
 
 
 def _refuse_ignored(module: torch.nn.Module) -> None:

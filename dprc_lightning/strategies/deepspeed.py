@@ -4,7 +4,7 @@ import argparse
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
+from dprc_lightning.strategies.refusals import deepspeed_problems, refuse_half_parameters, refuse_optimizer
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 
 
@@ -56,8 +58,8 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         super().__init__(stage=stage, config=copy.deepcopy(config), **kwargs)
         self.trust_checkpoint = trust_checkpoint
         self._given_stream = noise_stream
-        self._steps_flats = False
-        self._base: Optimizer | None = None
+        self.strategy_name = f"dprc_deepspeed_stage_{stage}"
+        self._stage = stage
         self._trained: set[int] = set()
 
     # Set-up ---------------------------------------------------------------------------------------------------------
@@ -85,6 +87,8 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
             trainer: The trainer.
         """
         if trainer.state.fn == TrainerFn.FITTING:
+            refuse_half_parameters(trainer, self.strategy_name)
+            self._refuse_settings(trainer)
             given = self._given_stream
             self._init_privacy(None if given is None else given.for_shard(self.global_rank))
         with self._private_setup(trainer):
@@ -93,6 +97,77 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
             if trainer.state.fn == TrainerFn.FITTING and module.handle is not None:
                 module.handle.follow_engine()
             self._restore_engine()
+
+    def _refuse_settings(self, trainer: Trainer) -> None:
+        module: Any = trainer.lightning_module
+        assert isinstance(self.config, dict)
+        problems = list(deepspeed_problems(self.config, self._stage))
+        if getattr(module.privacy, "unused", "error") == "zero":
+            problems.append(
+                "privacy.unused=zero: ZeRO reduces gradients in the order in which they come, and a parameter that one "
+                "rank reaches and another does not would mix them up; freeze what no loss reaches, or train with "
+                "dprc_fsdp2 or dprc_ddp"
+            )
+        if problems:
+            raise ConfigurationError([f"strategy {self.strategy_name}, {problem}" for problem in problems])
+
+    def _format_config(self) -> None:
+        super()._format_config()
+        assert isinstance(self.config, dict)
+        # Under bf16-mixed the layers run in bfloat16 by autocast; DeepSpeed's own bf16 would sum gradients in it.
+        if self._mixed:
+            self.config.pop("bf16", None)
+        # Its own optimizers for offloading step past the noise.
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+
+    @property
+    def _mixed(self) -> bool:
+        return str(self.precision_plugin.precision) == "bf16-mixed"
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.root_device.type, torch.bfloat16) if self._mixed else nullcontext()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Under autocast where the precision is bf16-mixed."""
+        with self._autocast():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        with self._autocast():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        with self._autocast():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        with self._autocast():
+            return super().predict_step(*args, **kwargs)
+
+    def _initialize_deepspeed_inference(self, model: Any) -> None:
+        """As Lightning's, which takes the device's index, and a CPU has none.
+
+        Args:
+            model: The LightningModule.
+        """
+        import deepspeed
+
+        assert isinstance(self.config, dict)
+        names = ("fp16", "bf16", *(("zero_allow_untested_optimizer", "zero_optimization") if self.zero_stage_3 else ()))
+        config = {"train_micro_batch_size_per_gpu": 1} | {n: self.config[n] for n in names if n in self.config}
+        remove_module_hooks(model)
+        self.model = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=self._device_rank),
+            config=config,
+            model=model,
+            optimizer=None,
+            lr_scheduler=None,
+            model_parameters=[],
+            dist_init_required=False,
+        )[0]
 
     def teardown(self) -> None:
         """Give the model back."""
@@ -126,6 +201,7 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         """
         import deepspeed
 
+        refuse_optimizer(optimizer, self.strategy_name)
         self._check_optimizer(model, [optimizer])
         self._trained = {id(p) for p in model.parameters() if p.requires_grad}
         engine, wrapped, _, _ = deepspeed.initialize(

@@ -4,21 +4,29 @@ Second-class: what the norm pass leaves in FSDP's state machine is taken back th
 to keep, all in this file. New runs are better served by ``dprc_fsdp2``, which also resumes.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.strategies.fsdp import _get_full_state_dict_context, _move_torchmetrics_to_device
+from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
 from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._flat_param import (
     RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
@@ -27,6 +35,7 @@ from torch.distributed.fsdp._flat_param import (
 )
 from torch.distributed.fsdp._runtime_utils import _post_forward_reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dprc_lightning.checkpoint import DurableCheckpointIO
@@ -92,6 +101,8 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         self._roots: list[FSDP] = []
         self._sharded: set[int] = set()
         self._in_norm_pass = False
+        self._calls: Counter[FSDP] = Counter()
+        self._calls_are_old = False
 
     def setup(self, trainer: Trainer) -> None:
         """Instrument, shard, make optimizers, hook the noise.
@@ -100,7 +111,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
             trainer: The trainer.
         """
         module: Any = trainer.lightning_module
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting = self._is_fitting
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         # Lightning's own enters autocast for CUDA, wherever the model is.
@@ -135,8 +146,6 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         problems = []
         if self.world_size == 1:
             problems.append("trainer.devices=1: there is nothing to shard; train with dprc_single")
-        if trainer.ckpt_path:
-            problems.append(f"ckpt_path={trainer.ckpt_path}: it cannot resume a run; train with dprc_fsdp2")
         if _is_sharded(module):
             problems.append(f"{type(module).__name__} is sharded already, by an earlier fit, say; make a new one")
         half = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype is not torch.float32]
@@ -171,10 +180,13 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
             _check_units(root, units)
             # Inner units first, which FSDP does by itself; a tied weight must lie in one of them.
             wrapped = FSDP(root, auto_wrap_policy=_these(units), **settings)
-            for name, child in module._modules.items():
-                if child is root:
-                    module._modules[name] = wrapped
-            for unit in FSDP.fsdp_modules(wrapped):
+            wrappers = {id(unit.module): unit for unit in FSDP.fsdp_modules(wrapped)}
+            for parent in (module, *wrapped.modules()):
+                for name, child in parent._modules.items():
+                    # FSDP itself leaves the second place of a module that is in two.
+                    if not isinstance(parent, FSDP):
+                        parent._modules[name] = wrappers.get(id(child), child)
+            for unit in wrappers.values():
                 if unit is not wrapped:
                     unit.register_forward_pre_hook(self._before_unit, with_kwargs=True)
         # What has no parameter to shard moves as it is.
@@ -212,6 +224,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         Yields:
             Nothing.
         """
+        self._calls_are_old = True
         with ExitStack() as stack:
             if not last:
                 for root in self._roots:
@@ -238,7 +251,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         try:
             yield
         finally:
-            self._in_norm_pass = False
+            self._in_norm_pass, self._calls_are_old = False, True
             for unit in kept:
                 unit.restore()
             for root in roots:
@@ -250,17 +263,35 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         In an ordinary backward FSDP does so as the gradient of the unit's parameters arrives.
         """
         assert isinstance(unit, FSDP)
+        if not torch.is_grad_enabled() or self._in_norm_pass:
+            return
+        if self._calls_are_old:
+            self._calls.clear()
+            self._calls_are_old = False
+        self._calls[unit] += 1
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.requires_grad]
-        if torch.is_grad_enabled() and inputs:
+        if inputs:
             register_multi_grad_hook(inputs, lambda _: self._after_unit(unit))
 
     def _after_unit(self, unit: FSDP) -> None:
         handle = unit._handle
-        # The other strategies keep the weights from forward to backward.
-        if self._in_norm_pass and handle and handle._sharding_strategy in RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES:
+        # One that ran twice is not through yet; and the other strategies keep the weights from forward to backward.
+        if not self._in_norm_pass or handle is None or self._calls[unit] > 1:
+            return
+        if handle._sharding_strategy in RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES:
             _post_forward_reshard(unit, handle)
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whole weights go into slices; but a fit is to be refused before its set-up makes a run folder."""
+        return not self._is_fitting
+
+    @property
+    def _is_fitting(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """One file with whole weights, to validate or test; whichever strategy wrote it.
@@ -271,7 +302,14 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
 
         Returns:
             The checkpoint.
+
+        Raises:
+            ConfigurationError: A fit is to be resumed.
         """
+        if self._is_fitting:
+            raise ConfigurationError([
+                f"strategy dprc_fsdp, ckpt_path={checkpoint_path}: it cannot resume a run; train with dprc_fsdp2"
+            ])
         return self.checkpoint_io.load_checkpoint(Path(self.broadcast(checkpoint_path)), weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -282,10 +320,45 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
             strict: As for ``Module.load_state_dict``.
         """
         assert self.lightning_module is not None
-        module, ranks = self.lightning_module, self.world_size
-        context: Any = _get_full_state_dict_context(module, world_size=ranks, rank0_only=False)
-        with context:
-            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        with self._whole(rank0_only=False):
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights, on rank 0. A collective.
+
+        Returns:
+            Them; on the other ranks nothing of what is sharded.
+        """
+        assert self.lightning_module is not None
+        with self._whole():
+            return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The same of the optimizer, as it would be without shards. A collective.
+
+        Args:
+            optimizer: As Lightning wraps it.
+
+        Returns:
+            Its state; on the other ranks an empty one.
+        """
+        module: Any = self.lightning_module
+        inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with self._whole():
+            state = FSDP.optim_state_dict(module, inner)
+            if self.global_rank:
+                return state
+            return FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, module)
+
+    def _whole(self, rank0_only: bool = True) -> AbstractContextManager[Any]:
+        # On a CPU there is nowhere to move to, and FSDP would free what it has not moved: a segmentation fault.
+        settings = {"offload_to_cpu": self.root_device.type != "cpu", "rank0_only": rank0_only}
+        return FSDP.state_dict_type(
+            self.lightning_module,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(**settings),
+            FullOptimStateDictConfig(**settings),
+        )
 
 
 class _Precision(FSDPPrecision):

@@ -18,6 +18,7 @@ from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
+from dprc_lightning.strategies.refusals import refuse_half_parameters
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
 
@@ -94,6 +95,7 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         self._refuse_sharded(module)
         if fitting:
+            refuse_half_parameters(trainer, self.strategy_name)
             self._init_privacy(self._shard_stream(), self._own_stream)
         with self._private_setup(trainer):
             # In place of Lightning's own setup, which wants the model sharded before anything can be instrumented.
@@ -283,6 +285,17 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         """
         self._reduce(last)
         yield
+        if last:
+            self._check_reduced()
+
+    def _check_reduced(self) -> None:
+        """FSDP learns of a backward by hooks on what a forward returned; where it finds no tensor, it reduces nothing."""
+        module: Any = self.lightning_module
+        if module.privacy.unused == "error" and any(p.grad is None for p in module.protected_parameters()):
+            raise UnsupportedModuleError(
+                f"strategy {self.strategy_name}: gradients were not reduced; a module that it shards must be called, and "
+                "return a tensor, or a tuple, list, dict or Hugging Face output of tensors, in which it finds them"
+            )
 
     @contextmanager
     def norm_pass(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import architectures
 import torch
 from cases import Case, brute_force, brute_force_clipped_sum, lm_losses, tiny_llama
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from dprc_lightning import DPRCDataModule, DPRCModule, PerformanceConfig, PrivacyConfig
 
@@ -61,6 +62,20 @@ class WithSpare(nn.Module):
         return out
 
 
+class OddSizes(nn.Module):
+    """No size that two or four ranks could share evenly; a bias of fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(41, 7)
+        self.inner = nn.Linear(7, 3)
+        self.norm = nn.LayerNorm(3)
+        self.head = nn.Linear(3, 41)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return CausalLMOutput(logits=self.head(self.norm(self.inner(self.embed(input_ids)).tanh())))
+
+
 @dataclass(frozen=True)
 class Cell:
     """One training run.
@@ -73,6 +88,9 @@ class Cell:
         noise: ``none``, ``real``, or ``test`` (a fixed stream).
         reference: ``brute`` (one backward per record), ``single`` (one process, same secret), or None.
         stop: The step in which the last rank gets a SIGTERM; the run is then resumed.
+        optimizer: ``sgd``, ``adam``, or ``two_groups`` (SGD with another rate for embeddings and norms).
+        precision: The trainer's.
+        bound: Largest difference from the reference.
     """
 
     build: Callable[[], nn.Module]
@@ -82,6 +100,9 @@ class Cell:
     noise: str = "none"
     reference: str | None = "brute"
     stop: int | None = None
+    optimizer: str = "sgd"
+    precision: str = "32-true"
+    bound: float = 1e-6
 
 
 _TWO_STEPS = [[0, 1, 2, 3, 4, 5], [1, 3, 4, 7]]
@@ -107,6 +128,13 @@ CELLS = {
     "parameters_that_few_records_use": Cell(WithSpare, _TWO_STEPS + [[3]], 1, {"unused": "zero"}),
     "noise": Cell(lambda: nn.Embedding(300, 40), [[]], noise="real", reference=None),
     "test_noise": Cell(lambda: tiny_llama(tied=False), _TWO_STEPS, noise="test", reference="single"),
+    "odd_sizes": Cell(OddSizes, _TWO_STEPS, physical=2),
+    "two_parameter_groups": Cell(lambda: tiny_llama(tied=False), _TWO_STEPS, optimizer="two_groups"),
+    # Activations of 8 bits: the parameters move by up to 5e-2.
+    "bf16_mixed": Cell(lambda: tiny_llama(tied=False), _TWO_STEPS, 2, precision="bf16-mixed", bound=2e-3),
+    "resumed_adam": Cell(
+        lambda: tiny_llama(tied=True), [*_TWO_STEPS, [2, 9]], 2, noise="test", reference=None, stop=2, optimizer="adam"
+    ),
     "resumed": Cell(lambda: tiny_llama(tied=False), [*_TWO_STEPS, [], [8]], noise="test", reference="single", stop=2),
 }
 
@@ -122,6 +150,7 @@ class LM(DPRCModule):
             "estimator": "exact",
         }
         super().__init__(PrivacyConfig(**settings | cell.privacy), PerformanceConfig(physical_batch_size=cell.physical))
+        self.cell = cell
         torch.manual_seed(0)
         self.net = cell.build()
 
@@ -129,7 +158,16 @@ class LM(DPRCModule):
         return lm_losses(self.net, batch)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=RATE)
+        named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+        if self.cell.optimizer == "adam":
+            return torch.optim.Adam([p for _, p in named], lr=RATE / 10)
+        rates = sorted({rate_of(self.cell, name) for name, _ in named})
+        groups = [{"params": [p for n, p in named if rate_of(self.cell, n) == rate], "lr": rate} for rate in rates]
+        return torch.optim.SGD(groups)
+
+
+def rate_of(cell: Cell, name: str) -> float:
+    return RATE / 2 if cell.optimizer == "two_groups" and ("embed" in name or "norm" in name) else RATE
 
 
 def by_hand(cell: Cell) -> dict[str, Tensor]:
@@ -144,5 +182,5 @@ def by_hand(cell: Cell) -> dict[str, Tensor]:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in sums:
-                    parameter -= RATE * sums[name] / EXPECTED
+                    parameter -= rate_of(cell, name) * sums[name] / EXPECTED
     return model.state_dict()

@@ -24,7 +24,6 @@ from dprc_lightning.strategies import (
     PrivateFSDPStrategy,
 )
 
-
 # With its own limits ZeRO-3 never partitions so small a model again after the first step.
 SMALL = {
     1: {},
@@ -52,6 +51,10 @@ ENGINES = {
         for stage in (1, 2, 3)
     },
     "fsdp": lambda **kwargs: PrivateFSDPStrategy(process_group_backend="gloo", **kwargs),
+    "hsdp": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", replicas=2, **kwargs),
+    "fsdp2_sharded": lambda **kwargs: PrivateFSDP2Strategy(
+        process_group_backend="gloo", save_distributed_checkpoint=True, **kwargs
+    ),
     "fsdp2": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", **kwargs),
 }
 
@@ -78,18 +81,19 @@ class Terminate(pl.Callback):
 def fit(name: str, folder: Path, strategy: pl.strategies.Strategy, devices: int = 1, make=PrivateDDPStrategy) -> LM:
     cell = CELLS[name]
     PrivateRun.sampler = lambda self: FixedBatches(cell.batches)
-    module = LM(cell)
+    module, settings = LM(cell), {"precision": cell.precision}
     if cell.stop is not None and devices > 1:
         try:
-            stopping = trainer(folder, strategy=strategy, devices=devices, callbacks=[Terminate(cell.stop)])
+            told = {"callbacks": [Terminate(cell.stop)]} | settings
+            stopping = trainer(folder, strategy=strategy, devices=devices, **told)
             stopping.fit(module, datamodule=Data())
         except InterruptedRun as error:
             assert error.signal == signal.SIGTERM and module.private_run.applied == cell.stop
         module, checkpoint = LM(cell), folder / "checkpoints" / "interrupted.ckpt"
-        resuming = trainer(folder, strategy=make(noise_stream=noise_of(name)), devices=devices)
+        resuming = trainer(folder, strategy=make(noise_stream=noise_of(name)), devices=devices, **settings)
         resuming.fit(module, datamodule=Data(), ckpt_path=checkpoint)
         return module
-    trainer(folder, strategy=strategy, devices=devices).fit(module, datamodule=Data())
+    trainer(folder, strategy=strategy, devices=devices, **settings).fit(module, datamodule=Data())
     return module
 
 
