@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dprc_lightning.accounting.ledger import LEDGER_NAME, Ledger
-from dprc_lightning.checkpoint import CHECKPOINT_KEY, DurableCheckpointIO
+from dprc_lightning.checkpoint import CHECKPOINT_KEY
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig
 from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.errors import ExportError
 from dprc_lightning.model_card import Contents, model_card
 from dprc_lightning.module import DPRCModule
 from dprc_lightning.report import read_report
+from dprc_lightning.whole_checkpoint import load_whole
 
 CONFIG_NAME = "config.yaml"
 BESIDE_NAME = "beside_the_model.safetensors"
@@ -59,6 +60,7 @@ def export(
     adapter_only: bool = False,
     merge: bool = False,
     module: DPRCModule | None = None,
+    trust_checkpoint: bool = False,
 ) -> Path:
     """Write a run's model as a plain folder.
 
@@ -72,6 +74,7 @@ def export(
         adapter_only: Write the adapter of a peft model and nothing beside it.
         merge: Merge the adapter of a peft model into its base model, and write the whole model.
         module: A module like the one that was trained; None to build it from the run's ``config.yaml``.
+        trust_checkpoint: Read a folder of shards that this run's secret did not sign: its files can run code.
 
     Returns:
         ``out``.
@@ -86,7 +89,7 @@ def export(
         raise ExportError(f"{out}: exists; name a folder that does not exist, or is empty")
     report = read_report(run)
     file = find_checkpoint(run, report) if checkpoint is None else Path(checkpoint)
-    content = DurableCheckpointIO().load_checkpoint(file)
+    content = load_whole(file, trust=trust_checkpoint)
     _refuse_foreign(run, file, content)
     tokenizer = None
     if module is None:

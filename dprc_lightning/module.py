@@ -128,12 +128,17 @@ class DPRCModule(RunLifecycle):
             return
 
         def norms_of(losses: Tensor) -> Tensor:
-            return handle.norms(losses, strategy.norm_pass)
+            return handle.norms(losses, strategy.norm_pass, strategy.any_rank)
 
         with self.clock.phase("check_isolation"), strategy.micro_batch(last=False):
             half = self._runs_in_half_precision()
             self._isolation_checked = check_isolation(
-                self.per_sample_loss, norms_of, micro_batch, self.device, half_precision=half
+                self.per_sample_loss,
+                norms_of,
+                micro_batch,
+                self.device,
+                half_precision=half,
+                any_rank=strategy.any_rank,
             )
 
     def _losses(self, micro_batch: Any, records: int) -> Tensor:
@@ -152,7 +157,7 @@ class DPRCModule(RunLifecycle):
         if self.handle is None:
             return None
         with self.clock.phase("norm_pass"):
-            return self.handle.norms(losses, strategy.norm_pass)
+            return self.handle.norms(losses, strategy.norm_pass, strategy.any_rank)
 
     def _clipped_backward(self, losses: Tensor, norms: Tensor | None, weights: Tensor | None) -> None:
         """Step 4: the second backward, of the clipped gradients, through the engine's own."""

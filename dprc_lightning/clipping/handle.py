@@ -15,11 +15,13 @@ from dprc_lightning.clipping.instrument import Owners, find_owners, make_tracker
 from dprc_lightning.clipping.plan import PlanRow, plan_row
 from dprc_lightning.clipping.two_pass import (
     HALF_NORM_SLACK,
+    AnyRank,
     Around,
     OnNonfinite,
     Unused,
     check_losses,
     clipped_backward,
+    idle_isolation_pass,
     isolation_pass,
     norm_pass,
 )
@@ -170,7 +172,7 @@ class ClippingHandle:
         """Called once an engine (ZeRO) has hung its reduction on the parameters: these hooks are no strangers."""
         self._guard.follow_engine()
 
-    def norms(self, losses: Tensor, around: Around = nullcontext) -> Tensor:
+    def norms(self, losses: Tensor, around: Around = nullcontext, any_rank: AnyRank = bool) -> Tensor:
         """Norms of the per-record gradients, over all trainable parameters together. Call it right after the forward.
 
         Without any `begin_step`, each call is its own logical step with a fresh P: right only without micro-batches.
@@ -178,6 +180,8 @@ class ClippingHandle:
         Args:
             losses: [B], one per record, each a function of its own record alone.
             around: Makes an engine's context for each backward that runs here.
+            any_rank: Whether something holds on any rank, for an engine whose backwards are collectives: all ranks then
+                run as many, also of those that look whether records are kept apart.
 
         Returns:
             [B], float32. No parameter's ``.grad`` is touched.
@@ -186,21 +190,26 @@ class ClippingHandle:
         self._guard.check(within_step=self._explicit_steps)
         if not self._explicit_steps:
             self._advance(None)
-        self._check_isolation(losses, around, before=True)
+        self._check_isolation(losses, around, any_rank, before=True)
         norms = norm_pass(self._state, losses, self._settings.unused, around)
-        self._check_isolation(losses, around, before=False)
+        self._check_isolation(losses, around, any_rank, before=False)
         self._taken[losses] = norms
         return norms
 
-    def _check_isolation(self, losses: Tensor, around: Around, *, before: bool) -> None:
+    def _check_isolation(self, losses: Tensor, around: Around, any_rank: AnyRank, *, before: bool) -> None:
         """The first micro-batches, and the first one of each size that another dimension of a layer happens to have."""
-        if not self._settings.check_isolation or losses.ndim != 1 or len(losses) < 2:
+        if not self._settings.check_isolation or losses.ndim != 1 or (before and self._isolation_left == 0):
             return
-        due = self._isolation_left > 0 if before else self._state.coincidence and len(losses) not in self._isolated
+        odd = self._state.coincidence and len(losses) not in self._isolated
+        due = len(losses) >= 2 and (before or odd)
+        if not any_rank(due):
+            return
         if due:
             isolation_pass(self._state, losses, around)
-            self._isolation_left -= 1
             self._isolated.add(len(losses))
+        else:
+            idle_isolation_pass(self._state, losses, around)
+        self._isolation_left = max(self._isolation_left - 1, 0)
 
     def clipped_backward(
         self,

@@ -102,6 +102,7 @@ def check_losses(losses: Tensor) -> None:
 
 
 Around = Callable[[], AbstractContextManager[None]]
+AnyRank = Callable[[bool], bool]
 
 
 def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error", around: Around = nullcontext) -> Tensor:
@@ -201,6 +202,23 @@ def isolation_pass(state: PassState, losses: Tensor, around: Around = nullcontex
             f"{tuple(strangers[0].shape)}): their gradients would not be clipped; attach the whole model, register its "
             "modules, or freeze them"
         )
+
+
+def idle_isolation_pass(state: PassState, losses: Tensor, around: Around = nullcontext) -> None:
+    """As many backwards as `isolation_pass`, for a rank that has nothing to look at while another one does.
+
+    Args:
+        state: The attached model's pass state.
+        losses: [B].
+        around: Makes an engine's context for each backward.
+    """
+    check_losses(losses)
+    for _ in range(2):
+        state.start_isolation(len(losses), torch.zeros(0, dtype=torch.int64))
+        try:
+            _backward_to_anchors(state, losses, around)
+        finally:
+            state.abort()
 
 
 def _leaves(losses: Tensor) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.refusals import deepspeed_problems, refuse_half_parameters, refuse_optimizer
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
+from dprc_lightning.whole_checkpoint import whole_weights
 
 
 class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
@@ -60,6 +61,7 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         self._given_stream = noise_stream
         self.strategy_name = f"dprc_deepspeed_stage_{stage}"
         self._stage = stage
+        self._fitting = False
         self._trained: set[int] = set()
 
     # Set-up ---------------------------------------------------------------------------------------------------------
@@ -86,7 +88,8 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         Args:
             trainer: The trainer.
         """
-        if trainer.state.fn == TrainerFn.FITTING:
+        self._fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._fitting:
             refuse_half_parameters(trainer, self.strategy_name)
             self._refuse_settings(trainer)
             given = self._given_stream
@@ -94,7 +97,7 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         with self._private_setup(trainer):
             super().setup(trainer)
             module: Any = trainer.lightning_module
-            if trainer.state.fn == TrainerFn.FITTING and module.handle is not None:
+            if self._fitting and module.handle is not None:
                 module.handle.follow_engine()
             self._restore_engine()
 
@@ -119,6 +122,10 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
             self.config.pop("bf16", None)
         # Its own optimizers for offloading step past the noise.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+
+    def _auto_select_batch_size(self) -> int:
+        # For throughput logs alone, and Lightning would make a train loader to learn it.
+        return 1
 
     @property
     def _mixed(self) -> bool:
@@ -181,6 +188,10 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
 
     def _load_engine(self, path: Path) -> None:
         # DeepSpeed's own format, which is pickled: what this run did not write does not come here.
+        if self.zero_stage_3 and not self._fitting:
+            # Without an optimizer stage 3 cannot read its own partitions again.
+            self._restore_zero_state({"state_dict": whole_weights(path) if self.global_rank == 0 else {}}, strict=True)
+            return
         DeepSpeedStrategy.load_checkpoint(self, path)
 
     # The optimizer --------------------------------------------------------------------------------------------------
@@ -233,6 +244,7 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
 
     # The step -------------------------------------------------------------------------------------------------------
 
+    in_lockstep = True
     fewest_micro_batches = 1
     """ZeRO's step wants a backward before it, also where no record was drawn."""
 

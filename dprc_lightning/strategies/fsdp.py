@@ -75,6 +75,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
     """
 
     strategy_name = "dprc_fsdp"
+    in_lockstep = True
 
     def __init__(
         self,
@@ -230,6 +231,22 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
                 for root in self._roots:
                     stack.enter_context(root.no_sync())
             yield
+        if last:
+            self._check_reduced()
+
+    def _check_reduced(self) -> None:
+        """FSDP learns of a backward by hooks on the tensors that a unit returned, if it finds them."""
+        module: Any = self.lightning_module
+        for handle in _handles(self._roots):
+            flat: Any = handle.flat_param
+            missing = flat.grad is None and module.privacy.unused == "error"
+            whole = flat.grad is not None and flat.grad.shape != flat._sharded_size
+            if flat.requires_grad and (missing or whole):
+                raise UnsupportedModuleError(
+                    f"strategy {self.strategy_name}: gradients were not reduced; a module that it shards must be "
+                    "called, and return a tensor, or a tuple, list, dict or Hugging Face output of tensors, in which it "
+                    "finds them"
+                )
 
     @contextmanager
     def norm_pass(self) -> Iterator[None]:

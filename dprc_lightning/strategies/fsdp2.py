@@ -49,6 +49,7 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
     """
 
     strategy_name = "dprc_fsdp2"
+    in_lockstep = True
 
     def __init__(
         self,
@@ -93,8 +94,8 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._refuse_sharded(module)
         if fitting:
+            self._refuse_sharded(module)
             refuse_half_parameters(trainer, self.strategy_name)
             self._init_privacy(self._shard_stream(), self._own_stream)
         with self._private_setup(trainer):
@@ -202,7 +203,8 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         if self._reshard_after_forward is not None:
             settings["reshard_after_forward"] = self._reshard_after_forward
         roots = roots_to_wrap(module, self.strategy_name)
-        for root in roots:
+        # A model that is validated after its training is sharded already.
+        for root in (root for root in roots if not isinstance(root, FSDPModule)):
             # Layers before their root: a module shards what no inner one has taken.
             for layer in layers_to_wrap(root, self._wrap, self.strategy_name):
                 fully_shard(layer, **settings)
@@ -231,10 +233,11 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def _refuse_sharded(self, module: nn.Module) -> None:
-        if any(isinstance(child, FSDPModule) for child in module.modules()) and not self._roots:
+        if any(isinstance(child, FSDPModule) for child in module.modules()):
             raise ConfigurationError([
-                f"{type(module).__name__}.configure_model: it shards the model before it can be instrumented; leave "
-                "fully_shard to strategy dprc_fsdp2 (setting wrap says what is a layer)"
+                f"{type(module).__name__}: its model is sharded already (by configure_model, or an earlier fit), and "
+                "could not be instrumented; leave fully_shard to strategy dprc_fsdp2 (its setting wrap says what is a "
+                "layer), and make a new module for each fit"
             ])
 
     # Noise ----------------------------------------------------------------------------------------------------------
@@ -289,12 +292,12 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
             self._check_reduced()
 
     def _check_reduced(self) -> None:
-        """FSDP learns of a backward by hooks on what a forward returned; where it finds no tensor, it reduces nothing."""
+        """FSDP learns of a backward by hooks on what a forward returned; without a tensor in it, it reduces nothing."""
         module: Any = self.lightning_module
         if module.privacy.unused == "error" and any(p.grad is None for p in module.protected_parameters()):
             raise UnsupportedModuleError(
-                f"strategy {self.strategy_name}: gradients were not reduced; a module that it shards must be called, and "
-                "return a tensor, or a tuple, list, dict or Hugging Face output of tensors, in which it finds them"
+                f"strategy {self.strategy_name}: gradients were not reduced; a module that it shards must be called, "
+                "and return a tensor, or a tuple, list, dict or Hugging Face output of tensors, in which it finds them"
             )
 
     @contextmanager

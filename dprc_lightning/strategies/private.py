@@ -220,6 +220,8 @@ class PrivateStrategy:
     noise_hook: NoiseHook
     fewest_micro_batches = 0
     """How many micro-batches a step must have: where the engine needs a backward, one of dummies if need be."""
+    in_lockstep = False
+    """Whether a forward or a norm pass is a collective (it gathers weights): every rank must run as many."""
 
     def _init_privacy(self, given: NoiseStream | None, fresh: Callable[[], NoiseStream] = NoiseStream.fresh) -> None:
         """Make the hook.
@@ -262,6 +264,17 @@ class PrivateStrategy:
             As many.
         """
         return list(values)
+
+    def any_rank(self, whether: bool) -> bool:
+        """Whether something holds on any rank, where all must then do the same; else whether it does here.
+
+        Args:
+            whether: Whether it holds here.
+
+        Returns:
+            See above. A collective where the engine is `in_lockstep`.
+        """
+        return bool(self.max_over_ranks([whether])[0]) if self.in_lockstep else whether
 
     def all_equal(self, value: bytes) -> bool:
         """Whether all ranks have the same value. A collective.

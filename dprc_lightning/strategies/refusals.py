@@ -54,7 +54,7 @@ def deepspeed_problems(config: Mapping[str, Any], stage: int) -> Iterator[str]:
         yield f"zero_optimization.stage={zero.get('stage')}: this is stage {stage}; set both alike"
     for name in ("optimizer", "scheduler"):
         if config.get(name):
-            yield f"{name}={config[name]}: DeepSpeed's own would step past the noise; return one of torch's from configure_optimizers"
+            yield f"{name}={config[name]}: DeepSpeed's own would step past the noise; write configure_optimizers"
     if config.get("gradient_clipping"):
         yield (
             f"gradient_clipping={config['gradient_clipping']}: it would clip the sum, not the records; "
@@ -66,7 +66,7 @@ def deepspeed_problems(config: Mapping[str, Any], stage: int) -> Iterator[str]:
         if (config.get(name) or {}).get("enabled"):
             yield f"{name}.enabled=True: gradients would be summed in half precision; set trainer.precision=bf16-mixed"
     if config.get("communication_data_type", "fp32") not in {"fp32", None}:
-        yield f"communication_data_type={config['communication_data_type']}: gradients must be summed in fp32; leave it out"
+        yield f"communication_data_type={config['communication_data_type']}: gradients must be summed in fp32"
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype", "fp32")
     if accumulated not in {"fp32", None}:
         yield f"data_types.grad_accum_dtype={accumulated}: gradients must be summed in fp32; leave it out"

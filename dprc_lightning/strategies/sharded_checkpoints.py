@@ -16,9 +16,7 @@ from dprc_lightning.errors import CheckpointError, InvalidArgumentError
 from dprc_lightning.keys import KEY_BYTES, Domain, RunSecret, derive, fsync_directory
 from dprc_lightning.run import own_folder, stored_secret
 from dprc_lightning.strategies.ranks import ManyRanks
-
-REST = "lightning.pt"
-"""What of a folder is no engine's: loops, callbacks, schedulers, and what the run remembers of itself."""
+from dprc_lightning.whole_checkpoint import REST
 
 
 class ShardedCheckpoints(ManyRanks):
