@@ -54,7 +54,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
     rank then adds noise to its own slices, from a stream of its own, so that each element of the whole gradient gets
     one draw.
 
-    Limits, none of which ``dprc_fsdp2`` has:
+    Limits:
 
     * Of several micro-batches all but the last keep their gradients whole: 4 bytes per element of every unit with a
       trainable parameter, on each rank, until the last one's backward. With one micro-batch it is one unit at a time.
@@ -224,29 +224,28 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
 
         Yields:
             Nothing.
+
+        Raises:
+            UnsupportedModuleError: The model hides tensors from FSDP.
+            RuntimeError: Any other, as it came.
+            ValueError: Likewise.
         """
         self._calls_are_old = True
         with ExitStack() as stack:
             if not last:
                 for root in self._roots:
                     stack.enter_context(root.no_sync())
-            yield
-        if last:
-            self._check_reduced()
-
-    def _check_reduced(self) -> None:
-        """FSDP learns of a backward by hooks on the tensors that a unit returned, if it finds them."""
-        module: Any = self.lightning_module
-        for handle in _handles(self._roots):
-            flat: Any = handle.flat_param
-            missing = flat.grad is None and module.privacy.unused == "error"
-            whole = flat.grad is not None and flat.grad.shape != flat._sharded_size
-            if flat.requires_grad and (missing or whole):
-                raise UnsupportedModuleError(
-                    f"strategy {self.strategy_name}: gradients were not reduced; a module that it shards must be "
-                    "called, and return a tensor, or a tuple, list, dict or Hugging Face output of tensors, in which it "
-                    "finds them"
-                )
+            try:
+                yield
+            except (ValueError, RuntimeError) as error:
+                # torch has no type for it: FSDP learns of a backward by hooks on the tensors that a unit returned.
+                if "TrainingState" in str(error) or "not allocated" in str(error):
+                    raise UnsupportedModuleError(
+                        f"strategy {self.strategy_name}: a backward reached a unit whose output FSDP did not know; a "
+                        "module that it shards must return a tensor, or a tuple, list, dict or Hugging Face output of "
+                        "tensors"
+                    ) from error
+                raise
 
     @contextmanager
     def norm_pass(self) -> Iterator[None]:
@@ -370,6 +369,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
     def _whole(self, rank0_only: bool = True) -> AbstractContextManager[Any]:
         # On a CPU there is nowhere to move to, and FSDP would free what it has not moved: a segmentation fault.
         settings = {"offload_to_cpu": self.root_device.type != "cpu", "rank0_only": rank0_only}
+        assert self.lightning_module is not None
         return FSDP.state_dict_type(
             self.lightning_module,
             StateDictType.FULL_STATE_DICT,

@@ -30,6 +30,9 @@ JOBS = {
     "fsdp2-4": [name for name in CELLS if name not in _RESUMED],
     "fsdp2_sharded-2": _RESUMED,
     "hsdp-4": ["plain", "uneven_ranks", "all_empty", "odd_sizes", "noise", "test_noise"],
+    "fsdp2_offload-2": ["plain", "noise", "resumed_adam"],
+    "zero2_offload-2": ["plain", "noise", "resumed_adam"],
+    "zero3_offload-2": ["plain", "noise", "resumed_adam"],
     "fsdp-2": [name for name in CELLS if name not in (*_RESUMED, _UNREACHED)],
     "zero1-2": _ZERO,
     "zero2-2": _ZERO,
@@ -120,8 +123,8 @@ def test_gradients_are_reduced_in_the_last_micro_batch_alone(folder_of, job):
 @pytest.mark.parametrize("job", [job for job, name in ALL if name == "noise"])
 def test_noise_is_one_draw_per_element(folder_of, job):
     """Normal with the right deviation, and no value twice: not across shards, nor across ranks that hold others."""
-    start = LM(CELLS["noise"]).net.state_dict()["weight"]
-    moved = (results(folder_of(job), "noise")[0]["state"]["weight"] - start).flatten().double().numpy()
+    start = LM(CELLS["noise"]).net.state_dict()["rows.weight"]
+    moved = (results(folder_of(job), "noise")[0]["state"]["rows.weight"] - start).flatten().double().numpy()
     std = RATE * CLIP / EXPECTED
     assert abs(moved.std() / std - 1) < 5 / np.sqrt(2 * len(moved))
     assert stats.kstest(moved / std, "norm").pvalue > 1e-4

@@ -51,6 +51,13 @@ ENGINES = {
         for stage in (1, 2, 3)
     },
     "fsdp": lambda **kwargs: PrivateFSDPStrategy(process_group_backend="gloo", **kwargs),
+    "fsdp2_offload": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", cpu_offload=True, **kwargs),
+    "zero2_offload": lambda **kwargs: PrivateDeepSpeedStrategy(
+        stage=2, offload_optimizer=True, process_group_backend="gloo", **kwargs
+    ),
+    "zero3_offload": lambda **kwargs: PrivateDeepSpeedStrategy(
+        stage=3, offload_optimizer=True, offload_parameters=True, process_group_backend="gloo", **kwargs
+    ),
     "hsdp": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", replicas=2, **kwargs),
     "fsdp2_sharded": lambda **kwargs: PrivateFSDP2Strategy(
         process_group_backend="gloo", save_distributed_checkpoint=True, **kwargs
