@@ -110,6 +110,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 "weights_only", weights_only, "a checkpoint is never allowed to run code: leave it out"
             )
         file = _local(path)
+        if file.is_dir():
+            raise CheckpointError(
+                f"{file} is a folder, which a strategy that shards wrote; load it with that one (dprc_fsdp2 or "
+                "dprc_deepspeed_stage_1, _2, _3)"
+            )
         self.check(file)
         # The check above names what is refused; the restricted unpickler is what keeps the promise.
         try:

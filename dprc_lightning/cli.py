@@ -98,6 +98,11 @@ def _light(arguments: list[str]) -> int:
     export.add_argument("--checkpoint", metavar="FILE", help="which of the run's checkpoints; needed if it has several")
     export.add_argument("--adapter_only", action="store_true", help="the adapter of a peft model, nothing beside it")
     export.add_argument("--merge", action="store_true", help="merge the adapter of a peft model into the whole model")
+    export.add_argument(
+        "--trust_checkpoint",
+        action="store_true",
+        help="read a folder of shards that the run's secret did not sign; its files can run code",
+    )
     export.set_defaults(run=_export)
 
     bench = commands.add_parser("bench", help="cost of a private step, as ratios to a non-private one")
@@ -186,6 +191,7 @@ def _export(options: argparse.Namespace) -> int:
         checkpoint=options.checkpoint,
         adapter_only=options.adapter_only,
         merge=options.merge,
+        trust_checkpoint=options.trust_checkpoint,
     )
     print(f"{options.out}: exported; its README.md carries the privacy statement")
     return 0

@@ -101,6 +101,10 @@ class DatasetError(DPRCError, ValueError):
     """A data set or model source is missing or malformed."""
 
 
+class BenchError(DPRCError, RuntimeError):
+    """A benchmark could not be run to its end."""
+
+
 class RankZeroError(DPRCError, RuntimeError):
     """Rank 0 stopped, so this rank does too; rank 0's own message says why."""
 

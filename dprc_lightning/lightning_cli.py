@@ -27,6 +27,7 @@ from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.errors import ConfigurationError, DPRCError, InterruptedRun
 from dprc_lightning.module import DPRCModule
 from dprc_lightning.run import own_folder
+from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 
 # Lightning's advice for ordinary training, which is wrong here: the train loader yields whole logical batches, which
 # the module moves piece by piece; and a run that goes on does so in its own folder.
@@ -102,6 +103,14 @@ class DPRCCLI(LightningCLI):
             default=False,
             help="With --ckpt_path: go on in the folder that the settings name, with a new secret, not in its own.",
         )
+        parser.add_argument(
+            "--trust_checkpoint",
+            type=bool,
+            default=False,
+            nargs="?",
+            const=True,
+            help="Load a folder of --ckpt_path that its run's secret did not sign. Its files can run code.",
+        )
         parser.add_argument("--test_after_fit", type=bool, default=False, help="Test the trained weights after fit.")
 
     def _parse_ckpt_path(self) -> None:
@@ -120,6 +129,8 @@ class DPRCCLI(LightningCLI):
             problems.append(
                 f"trainer.strategy={strategy}: no such strategy; use one of {', '.join(preflight.our_strategies())}"
             )
+        # Said of the checkpoint at hand: a resume from the settings that the run keeps must not trust another one.
+        self._trusts_checkpoint, settings.trust_checkpoint = bool(settings.trust_checkpoint), False
         problem = preflight.checkpoint_problem(settings.ckpt_path) if settings.ckpt_path else None
         if problem:
             problems.append(problem)
@@ -155,11 +166,19 @@ class DPRCCLI(LightningCLI):
         if wanted and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks.append(_progress_bar())
         try:
-            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+            trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except DPRCError:
             raise
         except (MisconfigurationException, ValueError) as error:
             raise ConfigurationError([_one_line(error, settings)]) from error
+        if self._trusts_checkpoint:
+            if not isinstance(trainer.strategy, ShardedCheckpoints):
+                raise ConfigurationError([
+                    f"--trust_checkpoint: {type(trainer.strategy).__name__} loads single files, of which no code is "
+                    "run; leave it out"
+                ])
+            trainer.strategy.trust_checkpoint = True
+        return trainer
 
     def before_validate(self) -> None:
         """Say whose figures they are not."""
@@ -217,6 +236,8 @@ class DPRCCLI(LightningCLI):
             return "interrupted before the first step"
         saved = sorted(run.folder.glob("checkpoints/*.ckpt"), key=lambda file: file.stat().st_mtime)
         advice = f"resume with --ckpt_path {saved[-1]}" if saved else f"{run.folder} has no checkpoint to resume from"
+        if not getattr(self.trainer.strategy, "can_resume", True):
+            advice = f"{self.trainer.strategy.strategy_name} resumes no run"
         return f"interrupted after step {run.applied} of {run.resolved.steps}; {advice}"
 
 

@@ -109,8 +109,9 @@ def check_signature(folder: Path, keys: Iterable[bytes]) -> dict[str, Any]:
         CheckpointError: None of them did, or there is no manifest.
     """
     content = _read(folder)
-    told = str(content.pop("mac"))
-    if not any(hmac.compare_digest(told, _mac(content, key)) for key in keys):
+    # As bytes: of text with other letters the comparison raises.
+    told = str(content.pop("mac")).encode()
+    if not any(hmac.compare_digest(told, _mac(content, key).encode()) for key in keys):
         raise CheckpointError(
             f"{folder}: this run's secret did not sign it (it was copied, changed, or is another run's), and loading "
             "its files could run code; give --trust_checkpoint if you know who wrote it"

@@ -35,6 +35,7 @@ from dprc_lightning.diagnostics import is_unprotected
 from dprc_lightning.errors import ConfigurationError, DatasetError, UnprotectedStrategyError
 from dprc_lightning.run import refuse_used_folder
 from dprc_lightning.strategies import PrivateStrategy
+from dprc_lightning.whole_checkpoint import REST
 
 if TYPE_CHECKING:
     # The module calls this file; it must not need the module to be imported first.
@@ -127,6 +128,7 @@ def problems(
         *privacy_problems,
         *found,
         *_strategy(trainer),
+        *_engine(trainer, module),
         *_module(module),
         *_limits(trainer, module),
         *_settings(trainer, module.privacy),
@@ -202,6 +204,8 @@ def checkpoint_problem(path: str | Path) -> str | None:
     place = Path(path)
     # A sharded checkpoint is a folder too.
     is_run = place.is_dir() and ((place / "checkpoints").is_dir() or bool(list(place.glob("*.ckpt"))))
+    if place.is_dir() and not is_run and not (place / REST).exists():
+        return f"--ckpt_path {path}: a folder without {REST}, so no checkpoint of this library; name another one"
     if place.exists() and not is_run:
         return None
     said = "a folder of checkpoints; name one of them" if is_run else "no such file"
@@ -223,6 +227,11 @@ def _strategy(trainer: pl.Trainer) -> Iterator[str]:
             f"trainer.strategy={type(trainer.strategy).__name__}: it adds no noise; "
             f"use one of ours, such as --trainer.strategy {'dprc_ddp' if trainer.world_size > 1 else 'dprc_single'}"
         )
+
+
+def _engine(trainer: pl.Trainer, module: "RunLifecycle") -> Iterator[str]:
+    if isinstance(trainer.strategy, PrivateStrategy):
+        yield from trainer.strategy.problems(trainer, module)
 
 
 def _module(module: "RunLifecycle") -> Iterator[str]:

@@ -46,6 +46,11 @@ class StepClock:
         # The phase that begins at each boundary of the step at hand; None: outside of a step.
         self._marks: list[tuple[str, float, torch.cuda.Event | None]] | None = None
 
+    @property
+    def current(self) -> str:
+        """The innermost phase of the step at hand; `OTHER` where there is none."""
+        return self._open[-1] if self._open else OTHER
+
     def start_step(self) -> None:
         """Begin a logical step. One that was begun and not ended is forgotten."""
         self._open = []

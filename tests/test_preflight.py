@@ -252,6 +252,8 @@ class TestCheckpoint:
 
     def test_what_is_left_to_lightning(self, tmp_path):
         (tmp_path / "sharded").mkdir()
+        assert "no checkpoint of this library" in str(preflight.checkpoint_problem(tmp_path / "sharded"))
+        (tmp_path / "sharded" / "lightning.pt").touch()
         for path in (tmp_path / "sharded", "last", "best", "hpc", "registry:x", "s3://bucket/x.ckpt"):
             assert preflight.checkpoint_problem(path) is None
 

@@ -92,9 +92,13 @@ class GracefulStop(pl.Callback):
         trainer.should_stop = True
         # Lightning would validate before it stops; whoever sent the signal may not wait so long.
         self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
+        advice = f"resume with --ckpt_path {_short(path)}"
+        strategy = trainer.strategy
+        if isinstance(strategy, PrivateStrategy) and not strategy.can_resume:
+            advice = f"{_short(path)} has the weights, to test or export, and {strategy.strategy_name} resumes no run"
         self._stopped = (
             module.stop_agreed,
-            f"interrupted after step {run.applied} of {run.resolved.steps}; resume with --ckpt_path {_short(path)}",
+            f"interrupted after step {run.applied} of {run.resolved.steps}; {advice}",
         )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -18,7 +18,7 @@ from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.ranks import ManyRanks
-from dprc_lightning.strategies.refusals import refuse_half_parameters
+from dprc_lightning.strategies.refusals import half_parameter_problems
 
 
 class PrivateDDPStrategy(ManyRanks, DDPStrategy):
@@ -59,16 +59,26 @@ class PrivateDDPStrategy(ManyRanks, DDPStrategy):
             trainer: The trainer.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_half_parameters(trainer, self.strategy_name)
             self._init_privacy(self._given_stream, self._shared_stream)
         with self._private_setup(trainer):
             module: Any = trainer.lightning_module
             # DDP waits for every parameter's gradient, unless it looks at each graph which ones will come.
             if trainer.state.fn == TrainerFn.FITTING and module.privacy.unused == "zero":
                 self._ddp_kwargs.setdefault("find_unused_parameters", True)
-            _refuse_ignored(module)
             super().setup(trainer)
             self._reduced = {id(p) for p in module.parameters() if p.requires_grad}
+
+    def setting_problems(self, trainer: Trainer, module: torch.nn.Module) -> Iterator[str]:
+        """See `PrivateStrategy`."""
+        yield from half_parameter_problems(module, trainer.precision)
+        # What DDP is told to leave alone it would not reduce: each replica would keep its own part of the sum.
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+        trained = [name for name, p in module.named_parameters() if p.requires_grad and name in ignored]
+        if trained:
+            yield (
+                f"parameter {trained[0]!r} trains and is in _ddp_params_and_buffers_to_ignore; take it out there, or "
+                "freeze it"
+            )
 
     def teardown(self) -> None:
         """Give the model back as it was."""
@@ -114,17 +124,6 @@ class PrivateDDPStrategy(ManyRanks, DDPStrategy):
     def _shared_stream(self) -> NoiseStream:
         """Fresh in every start, the same on all ranks, stored nowhere."""
         return NoiseStream(self.from_rank_zero(lambda: os.urandom(KEY_BYTES)))
-
-
-def _refuse_ignored(module: torch.nn.Module) -> None:
-    """What DDP is told to leave alone it would not reduce: each replica would keep its own part of the sum."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
-    trained = [name for name, p in module.named_parameters() if p.requires_grad and name in ignored]
-    if trained:
-        raise ConfigurationError([
-            f"strategy dprc_ddp: parameter {trained[0]!r} trains and is in _ddp_params_and_buffers_to_ignore; take it "
-            "out, or freeze it"
-        ])
 
 
 _REFUSED = {

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
-from dprc_lightning.strategies.refusals import deepspeed_problems, refuse_half_parameters, refuse_optimizer
+from dprc_lightning.strategies.deepspeed_op import check_can_start
+from dprc_lightning.strategies.refusals import deepspeed_problems, half_parameter_problems, refuse_optimizer
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
-from dprc_lightning.whole_checkpoint import whole_weights
+from dprc_lightning.whole_checkpoint import TAG, whole_weights
 
 
 class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
@@ -61,13 +62,13 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         self._given_stream = noise_stream
         self.strategy_name = f"dprc_deepspeed_stage_{stage}"
         self._stage = stage
-        self._fitting = False
         self._trained: set[int] = set()
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Lightning refuses a CPU here, DeepSpeed does not."""
+        check_can_start(self.strategy_name, on_cpu=not isinstance(self.accelerator, CUDAAccelerator))
         if isinstance(self.accelerator, CUDAAccelerator):
             super().setup_environment()
         else:
@@ -88,31 +89,32 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         Args:
             trainer: The trainer.
         """
-        self._fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._fitting:
-            refuse_half_parameters(trainer, self.strategy_name)
-            self._refuse_settings(trainer)
+        if self._is_fitting:
             given = self._given_stream
             self._init_privacy(None if given is None else given.for_shard(self.global_rank))
         with self._private_setup(trainer):
             super().setup(trainer)
             module: Any = trainer.lightning_module
-            if self._fitting and module.handle is not None:
+            if self._is_fitting and module.handle is not None:
                 module.handle.follow_engine()
             self._restore_engine()
 
-    def _refuse_settings(self, trainer: Trainer) -> None:
-        module: Any = trainer.lightning_module
+    def setting_problems(self, trainer: Trainer, module: Any) -> Iterator[str]:
+        """See `PrivateStrategy`."""
         assert isinstance(self.config, dict)
-        problems = list(deepspeed_problems(self.config, self._stage))
+        yield from half_parameter_problems(module, trainer.precision)
+        yield from deepspeed_problems(self.config, self._stage)
         if getattr(module.privacy, "unused", "error") == "zero":
-            problems.append(
+            yield (
                 "privacy.unused=zero: ZeRO reduces gradients in the order in which they come, and a parameter that one "
                 "rank reaches and another does not would mix them up; freeze what no loss reaches, or train with "
                 "dprc_fsdp2 or dprc_ddp"
             )
-        if problems:
-            raise ConfigurationError([f"strategy {self.strategy_name}, {problem}" for problem in problems])
+
+    @property
+    def _is_fitting(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     def _format_config(self) -> None:
         super()._format_config()
@@ -183,12 +185,31 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
+    def _engine_problem(self, path: Path) -> str | None:
+        parts = path / TAG
+        if not parts.is_dir():
+            return "another engine wrote it; load it with the strategy that did"
+        if not self._is_fitting:
+            # Weights alone: of stage 3 they are put together from whatever partitions there are.
+            return None
+        if (parts / "mp_rank_00_model_states.pt").exists() == self.zero_stage_3:
+            theirs = "stage 1 or 2" if self.zero_stage_3 else "stage 3"
+            return f"ZeRO {theirs} wrote it, whose partitions are others; resume with that stage"
+        written_by = len(list(parts.glob("*_optim_states.pt")))
+        if written_by != self.world_size:
+            return (
+                f"{written_by} processes wrote it, and DeepSpeed goes on with as many alone, not with "
+                f"{self.world_size}; set trainer.devices and trainer.num_nodes to what they were (a run under "
+                "dprc_fsdp2 goes on with any number)"
+            )
+        return None
+
     def _save_engine(self, checkpoint: dict[str, Any], folder: Path) -> None:
         DeepSpeedStrategy.save_checkpoint(self, {}, folder)
 
     def _load_engine(self, path: Path) -> None:
         # DeepSpeed's own format, which is pickled: what this run did not write does not come here.
-        if self.zero_stage_3 and not self._fitting:
+        if self.zero_stage_3 and not self._is_fitting:
             # Without an optimizer stage 3 cannot read its own partitions again.
             self._restore_zero_state({"state_dict": whole_weights(path) if self.global_rank == 0 else {}}, strict=True)
             return

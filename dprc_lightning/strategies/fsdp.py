@@ -75,6 +75,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
     """
 
     strategy_name = "dprc_fsdp"
+    can_resume = False
     in_lockstep = True
 
     def __init__(
@@ -118,7 +119,6 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         # Lightning's own enters autocast for CUDA, wherever the model is.
         self._precision_plugin = _Precision(self.precision_plugin.precision, self.root_device)
         if fitting:
-            self._refuse(trainer)
             given = self._given_stream
             self._init_privacy(None if given is None else given.for_shard(self.global_rank))
         with self._private_setup(trainer):
@@ -142,22 +142,20 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
 
     # What is refused ------------------------------------------------------------------------------------------------
 
-    def _refuse(self, trainer: Trainer) -> None:
-        module = trainer.lightning_module
-        problems = []
-        if self.world_size == 1:
-            problems.append("trainer.devices=1: there is nothing to shard; train with dprc_single")
+    def setting_problems(self, trainer: Trainer, module: nn.Module) -> Iterator[str]:
+        """See `PrivateStrategy`."""
+        # Not world_size, which is not known before the ranks have started.
+        if trainer.num_devices * trainer.num_nodes == 1:
+            yield "trainer.devices=1: there is nothing to shard; train with dprc_single"
         if _is_sharded(module):
-            problems.append(f"{type(module).__name__} is sharded already, by an earlier fit, say; make a new one")
+            yield f"{type(module).__name__} is sharded already, by an earlier fit, say; make a new one"
         half = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype is not torch.float32]
         if half or str(trainer.precision).endswith("-true") and not str(trainer.precision).startswith("32"):
             setting = f"parameter {half[0]!r} is not float32" if half else f"trainer.precision={trainer.precision}"
-            problems.append(
+            yield (
                 f"{setting}: FSDP would sum gradients in that precision, which is not covered; keep trainable "
                 "parameters in float32 and set trainer.precision=bf16-mixed"
             )
-        if problems:
-            raise ConfigurationError([f"strategy dprc_fsdp, {problem}" for problem in problems])
 
     # What is wrapped ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
-from dprc_lightning.strategies.refusals import refuse_half_parameters
+from dprc_lightning.strategies.refusals import half_parameter_problems
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
 
@@ -95,8 +95,6 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if fitting:
-            self._refuse_sharded(module)
-            refuse_half_parameters(trainer, self.strategy_name)
             self._init_privacy(self._shard_stream(), self._own_stream)
         with self._private_setup(trainer):
             # In place of Lightning's own setup, which wants the model sharded before anything can be instrumented.
@@ -107,6 +105,16 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
                 self.setup_optimizers(trainer)
             self.setup_precision_plugin()
             self._restore_engine()
+
+    def setting_problems(self, trainer: Trainer, module: nn.Module) -> Iterator[str]:
+        """See `PrivateStrategy`."""
+        yield from half_parameter_problems(module, trainer.precision)
+        if any(isinstance(child, FSDPModule) for child in module.modules()):
+            yield (
+                f"{type(module).__name__}: its model is sharded already (by configure_model, or an earlier fit), and "
+                "could not be instrumented; leave fully_shard to the strategy (its setting wrap says what is a layer), "
+                "and make a new module for each fit"
+            )
 
     def teardown(self) -> None:
         """Give the model back, sharded as it is."""
@@ -162,6 +170,9 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         # A file holds no code.
         if path.is_dir():
             super()._check_folder(path)
+
+    def _engine_problem(self, path: Path) -> str | None:
+        return None if list(path.glob("*.distcp")) else "another engine wrote it; load it with the strategy that did"
 
     def _save_engine(self, checkpoint: dict[str, Any], folder: Path) -> None:
         # A copy: what is written is taken out of it.
@@ -232,14 +243,6 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         shape = (self._replicas, self.world_size // self._replicas)
         return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def _refuse_sharded(self, module: nn.Module) -> None:
-        if any(isinstance(child, FSDPModule) for child in module.modules()):
-            raise ConfigurationError([
-                f"{type(module).__name__}: its model is sharded already (by configure_model, or an earlier fit), and "
-                "could not be instrumented; leave fully_shard to strategy dprc_fsdp2 (its setting wrap says what is a "
-                "layer), and make a new module for each fit"
-            ])
-
     # Noise ----------------------------------------------------------------------------------------------------------
 
     @property
@@ -304,15 +307,26 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
     def norm_pass(self) -> Iterator[None]:
         """No reduction: what the earlier micro-batches left would be sent twice.
 
+        Units that keep their whole weights from forward to backward keep them for the clipped backward too, which gives
+        them up: no more is alive at one time, and they are not gathered again.
+
         Yields:
             Nothing.
         """
         before = self._reducing
         self._reduce(False)
+        self._give_up_kept(False)
         try:
             yield
         finally:
+            self._give_up_kept(True)
             self._reduce(before)
+
+    def _give_up_kept(self, whether: bool) -> None:
+        # By default the root alone is kept.
+        if self._reshard_after_forward is not True:
+            for root in self._roots:
+                root.set_reshard_after_backward(whether, recurse=self._reshard_after_forward is False)
 
     def _reduce(self, whether: bool) -> None:
         self._reducing = whether

@@ -220,6 +220,8 @@ class PrivateStrategy:
     noise_hook: NoiseHook
     fewest_micro_batches = 0
     """How many micro-batches a step must have: where the engine needs a backward, one of dummies if need be."""
+    can_resume = True
+    """Whether a fit can go on from a checkpoint."""
     in_lockstep = False
     """Whether a forward or a norm pass is a collective (it gathers weights): every rank must run as many."""
 
@@ -231,6 +233,33 @@ class PrivateStrategy:
             fresh: Makes a run's own.
         """
         self.noise_hook = NoiseHook(fresh() if given is None else given, is_given=given is not None)
+
+    def setting_problems(self, trainer: Any, module: Any) -> Iterable[str]:
+        """What the engine cannot do with these settings, or must not.
+
+        Looked at before any process is started, and again at set-up.
+
+        Args:
+            trainer: The trainer.
+            module: What is to be fitted.
+
+        Returns:
+            One line each: the setting, its value, the remedy.
+        """
+        return ()
+
+    def problems(self, trainer: Any, module: Any) -> list[str]:
+        """`setting_problems` under the strategy's name.
+
+        Args:
+            trainer: The trainer.
+            module: What is to be fitted.
+
+        Returns:
+            One line each.
+        """
+        name = getattr(self, "strategy_name", type(self).__name__)
+        return [f"strategy {name}, {problem}" for problem in self.setting_problems(trainer, module)]
 
     def from_rank_zero(self, make: Callable[[], T]) -> T:
         """Call a function on rank 0 alone; every rank gets what it returned. A collective.
@@ -332,6 +361,9 @@ class PrivateStrategy:
             raise ConfigurationError([
                 f"strategy {type(self).__name__}: it trains a DPRCModule only, not a {type(module).__name__}"
             ])
+        problems = self.problems(trainer, module)
+        if problems:
+            raise ConfigurationError(problems)
         module.prepare_privacy()
         try:
             yield

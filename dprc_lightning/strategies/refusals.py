@@ -4,39 +4,40 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from dprc_lightning.errors import ConfigurationError
 
 
-def refuse_half_parameters(trainer: Any, strategy: str) -> None:
+def half_parameter_problems(module: nn.Module, precision: Any) -> Iterator[str]:
     """The engines sum gradients in the precision of their parameters.
 
     Args:
-        trainer: The trainer, with its module.
-        strategy: The strategy's alias.
+        module: The LightningModule.
+        precision: The trainer's.
 
-    Raises:
-        ConfigurationError: A parameter that trains is in half precision, or will be.
+    Yields:
+        One line, if a parameter that trains is in half precision, or will be.
     """
-    named = trainer.lightning_module.named_parameters()
+    named = module.named_parameters()
     half = [(name, p.dtype) for name, p in named if p.requires_grad and p.dtype in {torch.bfloat16, torch.float16}]
     if half:
         setting = f"parameter {half[0][0]!r} is {str(half[0][1]).removeprefix('torch.')}"
-    elif str(trainer.precision) in {
+    elif str(precision) in {
         "bf16-true",
         "16-true",
         "16-mixed",
         "transformer-engine",
         "transformer-engine-float16",
     }:
-        setting = f"trainer.precision={trainer.precision}"
+        setting = f"trainer.precision={precision}"
     else:
         return
-    raise ConfigurationError([
-        f"strategy {strategy}, {setting}: gradients would be summed in half precision, which is not covered; keep "
-        "trainable parameters in float32 and set trainer.precision=bf16-mixed"
-    ])
+    yield (
+        f"{setting}: gradients would be summed in half precision, which is not covered; keep trainable parameters in "
+        "float32 and set trainer.precision=bf16-mixed"
+    )
 
 
 def deepspeed_problems(config: Mapping[str, Any], stage: int) -> Iterator[str]:

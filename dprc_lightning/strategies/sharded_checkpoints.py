@@ -1,6 +1,7 @@
 """Checkpoints that all ranks write together: whole or not there, and loaded only if this run wrote them."""
 
 import abc
+import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,11 +27,13 @@ class ShardedCheckpoints(ManyRanks):
     model is instrumented. So `load_checkpoint` comes first and reads only what is no engine's; the engine loads at the
     end of set-up.
 
-    Guarantee: at every moment the folder of a name is the last complete checkpoint of that name, or not there; it is
-    made under another name and renamed once all its files and its manifest are on disk. No file that could run code is
-    opened unless this run's secret signed it.
+    Guarantee: at every moment the folder of a name is the last complete checkpoint of that name, or not there if there
+    was none; it is made under another name and renamed once all its files and its manifest are on disk. (Where two
+    folders cannot change places at once, as on NFS, the last one lies beside it under a name that ends in ``.old`` for
+    a moment.) No file that could run code is opened unless this run's secret signed it.
     """
 
+    strategy_name: str
     trust_checkpoint = False
     """Whether to load a folder that this run's secret did not sign."""
     _waiting: Path | None = None
@@ -73,11 +76,17 @@ class ShardedCheckpoints(ManyRanks):
             The rest of the checkpoint.
 
         Raises:
-            CheckpointError: It is no folder of this library.
+            CheckpointError: It is no folder that this engine can load.
         """
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_dir():
-            raise CheckpointError(f"{path} is a single file, and {type(self).__name__} loads folders that it wrote")
+            raise CheckpointError(
+                f"{path} is a single file, and strategy {self.strategy_name} loads folders that it wrote; load it with "
+                "dprc_single, dprc_ddp or dprc_fsdp2"
+            )
+        problem = self._engine_problem(path)
+        if problem is not None:
+            raise CheckpointError(f"strategy {self.strategy_name}, ckpt_path={path}: {problem}")
         self._waiting = path
         return DurableCheckpointIO().load_checkpoint(path / REST)
 
@@ -93,6 +102,17 @@ class ShardedCheckpoints(ManyRanks):
     def _loading(self) -> AbstractContextManager[None]:
         hook = getattr(self, "noise_hook", None)
         return nullcontext() if hook is None else hook.rehearsal()
+
+    @abc.abstractmethod
+    def _engine_problem(self, path: Path) -> str | None:
+        """Why this engine, with as many processes, cannot go on from a folder; told by the names of its files alone.
+
+        Args:
+            path: The checkpoint.
+
+        Returns:
+            Reason and remedy, or None.
+        """
 
     @abc.abstractmethod
     def _save_engine(self, checkpoint: dict[str, Any], folder: Path) -> None:
@@ -193,14 +213,39 @@ def _make_way(temporary: Path) -> None:
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
-    """A rename cannot replace a folder that has files: the old one steps aside first, and goes last."""
+    """A rename cannot replace a folder that has files: both change places, or the old one steps aside first."""
+    if os.path.lexists(path) and _exchange(temporary, path):
+        fsync_directory(path.parent)
+        _remove(temporary)
+        return
     aside = path.with_name(f".{path.name.replace('ckpt', 'partial')}.old")
     shutil.rmtree(aside, ignore_errors=True)
     if os.path.lexists(path):
         os.rename(path, aside)
     os.rename(temporary, path)
     fsync_directory(path.parent)
-    if aside.is_dir():
-        shutil.rmtree(aside)
+    _remove(aside)
+
+
+def _remove(old: Path) -> None:
+    if old.is_dir():
+        shutil.rmtree(old)
     else:
-        aside.unlink(missing_ok=True)
+        old.unlink(missing_ok=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places at once, so that a kill finds either the old or the new under each.
+
+    Args:
+        one: A file or folder.
+        other: Another, on the same file system.
+
+    Returns:
+        Whether that was done: Linux can, on its own file systems.
+    """
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
