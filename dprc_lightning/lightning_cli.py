@@ -27,6 +27,7 @@ from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.errors import ConfigurationError, DPRCError, InterruptedRun
 from dprc_lightning.module import DPRCModule
 from dprc_lightning.run import own_folder
+from dprc_lightning.strategies import PrivateStrategy
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 
 # Lightning's advice for ordinary training, which is wrong here: the train loader yields whole logical batches, which
@@ -236,8 +237,9 @@ class DPRCCLI(LightningCLI):
             return "interrupted before the first step"
         saved = sorted(run.folder.glob("checkpoints/*.ckpt"), key=lambda file: file.stat().st_mtime)
         advice = f"resume with --ckpt_path {saved[-1]}" if saved else f"{run.folder} has no checkpoint to resume from"
-        if not getattr(self.trainer.strategy, "can_resume", True):
-            advice = f"{self.trainer.strategy.strategy_name} resumes no run"
+        strategy = self.trainer.strategy
+        if isinstance(strategy, PrivateStrategy) and not strategy.can_resume:
+            advice = f"{strategy.strategy_name} resumes no run"
         return f"interrupted after step {run.applied} of {run.resolved.steps}; {advice}"
 
 

@@ -312,3 +312,5 @@ def _add_noise(grad: Tensor, std: float, draw: _Draw) -> None:
         part = flat[start : start + CHUNK]
         noise = draw(part.numel()).to(device=part.device, dtype=dtype)
         part.copy_(noise.mul_(std).add_(part))
+        # Before the next chunk is drawn, not after.
+        del noise

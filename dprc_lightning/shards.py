@@ -22,12 +22,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place; of a sharded one, this rank's part.
+    """How often a tensor was written to in place; of a sharded one, as a whole or in this rank's part.
 
     Args:
         tensor: A DTensor or an ordinary one.
 
     Returns:
-        torch's counter.
+        torch's counter; it grows with each write.
     """
-    return local_part(tensor)._version
+    local = local_part(tensor)
+    # What is written by the DTensor counts there, and what is written to its part counts here.
+    return local._version if local is tensor else tensor._version + local._version

@@ -124,7 +124,8 @@ def kind_of(operation: Any) -> str | None:
     if not isinstance(operation, torch._ops.OpOverload) or operation.namespace not in _NAMESPACES:
         return None
     name = operation._schema.name.split("::")[1].replace("_", "")
-    if name.startswith("wait"):
+    if name.startswith(("wait", "wrap")):
+        # They send nothing.
         return None
     return next((kind for part, kind in _KINDS.items() if part in name), name)
 

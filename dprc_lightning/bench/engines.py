@@ -242,7 +242,7 @@ def short_run(
 
 
 def _strategy(bench: EngineBench, accelerator: str) -> Any:
-    registered: Any = StrategyRegistry[bench.strategy]  # type: ignore[index]
+    registered: Any = StrategyRegistry[bench.strategy]
     settings = {**registered["init_params"], **bench.options}
     if bench.strategy != "dprc_single":
         settings.setdefault("process_group_backend", "gloo" if accelerator == "cpu" else "nccl")

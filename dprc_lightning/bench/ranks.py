@@ -117,11 +117,14 @@ def _results(folder: Path, codes: list[int], in_time: bool, limit: float) -> lis
         if "error" in result:
             raise BenchError(result["error"])
     if not in_time:
-        raise BenchError(f"--timeout={limit:g}: the ranks did not end in time and were killed; give more, or less to do")
+        raise BenchError(
+            f"--timeout={limit:g}: the ranks did not end in time and were killed; give more, or less to do"
+        )
     if any(codes):
-        # A rank that lost its peer fails too, and says less.
-        told = [_last_line(folder / f"rank{rank}.log") for rank, code in enumerate(codes) if code]
-        raise BenchError(f"exit status {codes} of the ranks; {next((line for line in told if line), 'no output')}")
+        # Those that ended by themselves say why; one that was killed, by its peers' end too, may say nothing.
+        failed = [rank for rank, code in enumerate(codes) if code > 0] or [r for r, code in enumerate(codes) if code]
+        told = [f"rank {rank}: {_last_line(folder / f'rank{rank}.log') or 'no output'}" for rank in failed]
+        raise BenchError(f"exit status {codes} of the ranks; {'; '.join(told)}")
     return found
 
 

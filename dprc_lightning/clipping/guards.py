@@ -28,6 +28,7 @@ class ModelGuard:
         self._frozen: dict[str, Tensor] | None = None
         self._kept = self._kept_state()
         self._clipped: dict[str, tuple[Tensor | None, int]] = {}
+        self._arrivals: list[str | None] = []
 
     def follow_shards(self) -> None:
         """An engine has put shards in the place of the parameters. What it gathers from them is no state of its own."""
@@ -42,6 +43,7 @@ class ModelGuard:
     def begin_step(self) -> None:
         """Remember parameters and buffers as they are."""
         self._clipped = {}
+        self._arrivals = []
         self._versions = self._parameter_versions()
         self._kept = self._kept_state()
 
@@ -108,6 +110,12 @@ class ModelGuard:
     def forget_gradients(self) -> None:
         """A clipped backward begins."""
         self._clipped = {}
+        self._arrivals.append(None)
+
+    @property
+    def arrivals(self) -> list[str | None]:
+        """Names of the parameters in the order in which gradients came in this step; None where a backward begins."""
+        return self._arrivals
 
     def remember_gradients(self) -> None:
         """A clipped backward, and what its engine does with the gradients, is over."""
@@ -161,10 +169,12 @@ class ModelGuard:
         """
         for name, watch in self._watches.items():
             tracker = self._state.trackers[name]
+            # An engine that shards calls the hooks of the shard itself, with the sum over all ranks.
+            of_shard = _has_hooks(tracker.parameter) if tracker.stand_in is not None else False
             parameter = tracker.parameter if tracker.stand_in is None else tracker.stand_in
             hooks = parameter._backward_hooks or {}
             others = _gradient_hooks(parameter) > 1 + self._of_engine.get(name, 0)
-            if others or next(reversed(hooks), None) != watch:
+            if of_shard or others or next(reversed(hooks), None) != watch:
                 raise UnclippedGradientError(
                     f"parameter {name!r} has a gradient hook (register_hook, register_post_accumulate_grad_hook: an "
                     "optimizer in the backward, say) that could change or use its gradient before the noise is in it; "
@@ -192,6 +202,7 @@ class ModelGuard:
                 # Not left behind for an optimizer step after a caught exception.
                 parameter.grad = None
                 raise
+            self._arrivals.append(tracker.name)
 
         arriving = tracker.parameter if stand_in is None else stand_in
         watching = arriving.register_hook(before)
@@ -208,6 +219,7 @@ class ModelGuard:
 
         def before(gradient: Tensor) -> None:
             self._refuse_unseen(tracker)
+            self._arrivals.append(tracker.name)
             tracker.passed(gradient)
 
         view.register_hook(before)
@@ -248,6 +260,10 @@ class ModelGuard:
 def _plain(name: str) -> str:
     """A parameter's name without the wrappers that an engine (FSDP1) has put around modules since."""
     return name.replace("_fsdp_wrapped_module.", "")
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks) or _gradient_hooks(parameter) > 0
 
 
 def _gradient_hooks(parameter: Tensor) -> int:

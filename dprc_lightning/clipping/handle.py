@@ -277,6 +277,16 @@ class ClippingHandle:
                 raise InvalidArgumentError("norms", "<private>", "expected float32, none smaller than norms() returned")
         return given
 
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All that were attached, by their names: themselves, or this rank's shards of them."""
+        return {name: tracker.parameter for name, tracker in self._state.trackers.items()}
+
+    @property
+    def arrivals(self) -> list[str | None]:
+        """Names of the parameters in the order in which clipped gradients came in this step; None: a backward began."""
+        return self._guard.arrivals
+
     def remember_gradients(self) -> None:
         """The backward is over, and whatever its engine does with the gradients; hooks of others may follow.
 

@@ -3,7 +3,7 @@
 import argparse
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.deepspeed_op import check_can_start
+from dprc_lightning.strategies.order import CallOrder
 from dprc_lightning.strategies.refusals import deepspeed_problems, half_parameter_problems, refuse_optimizer
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 from dprc_lightning.whole_checkpoint import TAG, whole_weights
@@ -63,12 +65,18 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         self.strategy_name = f"dprc_deepspeed_stage_{stage}"
         self._stage = stage
         self._trained: set[int] = set()
+        self._flats: list[Tensor] = []
+        self._order = CallOrder()
+        self._boundary = False
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Lightning refuses a CPU here, DeepSpeed does not."""
         check_can_start(self.strategy_name, on_cpu=not isinstance(self.accelerator, CUDAAccelerator))
+        if not isinstance(self.accelerator, CUDAAccelerator):
+            # Also where there is a GPU that is not used.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if isinstance(self.accelerator, CUDAAccelerator):
             super().setup_environment()
         else:
@@ -92,11 +100,15 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         if self._is_fitting:
             given = self._given_stream
             self._init_privacy(None if given is None else given.for_shard(self.global_rank))
+            self._precision_plugin = _Precision(self.precision_plugin.precision, self._remember_partitions)
         with self._private_setup(trainer):
             super().setup(trainer)
             module: Any = trainer.lightning_module
             if self._is_fitting and module.handle is not None:
                 module.handle.follow_engine()
+                # Stage 3 gathers weights as a module runs.
+                gathered = {path: child for path, child in module.named_modules() if child._parameters}
+                self._order.follow(gathered if self.zero_stage_3 else {})
             self._restore_engine()
 
     def setting_problems(self, trainer: Trainer, module: Any) -> Iterator[str]:
@@ -180,6 +192,7 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
 
     def teardown(self) -> None:
         """Give the model back."""
+        self._order.release()
         self._release()
         super().teardown()
 
@@ -253,7 +266,8 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
                 "known; leave zero_optimization on"
             ])
         flats = getattr(wrapped, "fp32_partitioned_groups_flat", None) or wrapped.single_partition_of_fp32_groups
-        self.noise_hook.install([optimizer], partitions=list(flats))
+        self._flats = list(flats)
+        self.noise_hook.install([optimizer], partitions=self._flats)
         return engine, wrapped
 
     def _install_noise(self, module: Any, optimizers: list[Optimizer]) -> None:
@@ -283,6 +297,20 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
                 f"parameters were frozen or unfrozen after fit began: {self.strategy_name} reduces those that trained "
                 "at its start; freeze and unfreeze before trainer.fit, or train with dprc_single"
             )
+        self._order.begin_step()
+
+    def _remember_partitions(self) -> None:
+        """Right after the backward in which the engine filled its partitions, before anybody's hooks."""
+        if not self._boundary:
+            return
+        engine: Any = self.model
+        held = engine.optimizer.averaged_gradients
+        partitions: list[list[Tensor]] = []
+        for index, flat in enumerate(self._flats):
+            # With offloading they lie where the optimizer steps them, else in parts that are joined there.
+            parts: Any = flat.grad if held.get(index) is None else held[index]
+            partitions.append(parts if isinstance(parts, list) else [parts])
+        self.noise_hook.remember_partitions(partitions)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -300,7 +328,10 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
             # the sum is wrong without a word.
             engine.optimizer.clear_backward_seen_flag()
         engine.set_gradient_accumulation_boundary(last)
+        self._boundary = last
         yield
+        if last:
+            self.check_order(self._order)
 
     @contextmanager
     def norm_pass(self) -> Iterator[None]:
@@ -320,6 +351,18 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         finally:
             for module, name, value in kept:
                 setattr(module, name, value)
+
+
+class _Precision(DeepSpeedPrecision):
+    """As Lightning's, and calls something between a backward and its hooks."""
+
+    def __init__(self, precision: Any, after_backward: Callable[[], None]) -> None:
+        super().__init__(precision)
+        self._after_backward = after_backward
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        super().backward(*args, **kwargs)
+        self._after_backward()
 
 
 for _stage in (1, 2, 3):

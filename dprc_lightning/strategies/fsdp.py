@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
+from dprc_lightning.strategies.order import CallOrder, units_of
 from dprc_lightning.strategies.ranks import ManyRanks
 from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
 
@@ -105,6 +106,8 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         self._in_norm_pass = False
         self._calls: Counter[FSDP] = Counter()
         self._calls_are_old = False
+        self._order = CallOrder()
+        self._unit_of: dict[str, str] = {}
 
     def setup(self, trainer: Trainer) -> None:
         """Instrument, shard, make optimizers, hook the noise.
@@ -131,12 +134,16 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
             if fitting:
                 if module.handle is not None:
                     module.handle.follow_views([handle.flat_param for handle in _handles(self._roots)])
+                    units = {path: child for path, child in module.named_modules() if isinstance(child, FSDP)}
+                    self._order.follow(units)
+                    self._unit_of = units_of(units, module.handle.named_parameters)
                 self._sharded = {id(p) for p in module.parameters() if p.requires_grad}
                 self.setup_optimizers(trainer)
             self.setup_precision_plugin()
 
     def teardown(self) -> None:
         """Give the model back, sharded as it is."""
+        self._order.release()
         self._release()
         super().teardown()
 
@@ -212,6 +219,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
                 "parameters were frozen or unfrozen after fit began: dprc_fsdp reduces those that trained at its "
                 "start; freeze and unfreeze before trainer.fit, or train with dprc_single"
             )
+        self._order.begin_step()
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -244,6 +252,8 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
                         "tensors"
                     ) from error
                 raise
+        if last:
+            self.check_order(self._order, self._unit_of)
 
     @contextmanager
     def norm_pass(self) -> Iterator[None]:

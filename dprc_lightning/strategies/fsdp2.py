@@ -18,6 +18,7 @@ from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
+from dprc_lightning.strategies.order import CallOrder, units_of
 from dprc_lightning.strategies.refusals import half_parameter_problems
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
@@ -77,6 +78,8 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         self._given_stream = noise_stream
         self._roots: list[FSDPModule] = []
         self._sharded: set[int] = set()
+        self._order = CallOrder()
+        self._unit_of: dict[str, str] = {}
 
     def setup_environment(self) -> None:
         """One dimension for data parallelism, whatever the number of nodes."""
@@ -118,6 +121,7 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Give the model back, sharded as it is."""
+        self._order.release()
         self._release()
         super().teardown()
 
@@ -231,6 +235,11 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
             module.to(self.root_device)
         if getattr(module, "handle", None) is not None:
             module.handle.follow_shards()  # type: ignore[union-attr, operator]
+            units: dict[str, Any] = {
+                path: child for path, child in module.named_modules() if isinstance(child, FSDPModule)
+            }
+            self._order.follow(units)
+            self._unit_of = units_of(units, module.handle.named_parameters)  # type: ignore[union-attr, arg-type]
         self._sharded = {id(p) for p in module.parameters() if p.requires_grad}
 
     def _mesh(self) -> DeviceMesh:
@@ -278,6 +287,7 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
                 "parameters were frozen or unfrozen after fit began: dprc_fsdp2 reduces those that trained at its "
                 "start; freeze and unfreeze before trainer.fit, or train with dprc_single"
             )
+        self._order.begin_step()
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -292,6 +302,7 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         self._reduce(last)
         yield
         if last:
+            self.check_order(self._order, self._unit_of)
             self._check_reduced()
 
     def _check_reduced(self) -> None:

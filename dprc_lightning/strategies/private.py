@@ -47,6 +47,7 @@ class NoiseHook:
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._check: Callable[[], None] = lambda: None
         self._noisy: list[tuple[Tensor, Tensor | None, int | None]] = []
+        self._sums: dict[int, int] = {}
 
     @property
     def is_test(self) -> bool:
@@ -103,6 +104,16 @@ class NoiseHook:
         self._std = std
         self._around, self._check = around, check
         self._noised.clear()
+        self._sums = {}
+
+    def remember_partitions(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Of partitions no version tells who has written to them: what they hold is summed up, bit by bit.
+
+        Args:
+            gradients: Of each partition, in the order of `install`: its gradient, in any number of parts.
+        """
+        assert self._partitions is not None
+        self._sums = {id(p): _bit_sum(parts) for p, parts in zip(self._partitions, gradients, strict=True)}
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -127,16 +138,36 @@ class NoiseHook:
                 f"{missing} parameters got no noise in this logical step: every optimizer must step exactly once in it"
             )
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._rehearses and not any(
-            p.grad is not None and local_part(p.grad).any() for group in optimizer.param_groups for p in group["params"]
-        ):
-            return
+    def check_may_step(self, its_turn: bool) -> None:
+        """For an engine that a step too many would leave without gradients, or waiting, before the hook is called.
+
+        Args:
+            its_turn: Whether the library is about to make the logical step's update.
+
+        Raises:
+            StepOrderError: It is not, or the update was made already.
+        """
+        self._armed()
+        if not its_turn or self._noised:
+            raise StepOrderError(
+                "optimizer.step() within a logical step, by a hook: it makes exactly one update, at its end; leave the "
+                "step to DPRCModule"
+            )
+
+    def _armed(self) -> float:
         if self._std is None:
             raise UnclippedGradientError(
                 "optimizer.step() outside of the library's training_step: its gradients would carry no noise; "
                 "leave the step to DPRCModule"
             )
+        return self._std
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._rehearses and not any(
+            p.grad is not None and local_part(p.grad).any() for group in optimizer.param_groups for p in group["params"]
+        ):
+            return
+        std = self._armed()
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._check()
         known = self._protected if self._partitions is None else {id(p) for p in self._partitions}
@@ -146,11 +177,18 @@ class NoiseHook:
                 f"{foreign} parameters of the optimizer have gradients that were not clipped: they were unfrozen or "
                 "added within the step; freeze and unfreeze parameters between steps, before training_step"
             )
+        if self._partitions is not None and any(
+            p.grad is not None and self._sums.get(id(p)) != _bit_sum([p.grad]) for p in everything
+        ):
+            raise UnclippedGradientError(
+                "the engine's partitions of the gradient were changed after they were clipped (safe_set_full_grad, a "
+                "hook of the optimizer that comes before the noise, a second step); change them nowhere"
+            )
         # One that was frozen after its backward has a gradient, and the optimizer applies it.
         due = [p for p in everything if (p.requires_grad or p.grad is not None) and id(p) not in self._noised]
         self._noised.update(id(p) for p in due)
         with self._around():
-            add_gaussian_noise(due, self._std, self._stream)
+            add_gaussian_noise(due, std, self._stream)
         self._noisy = [(p, p.grad, None if p.grad is None else version(p.grad)) for p in everything]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -161,6 +199,12 @@ class NoiseHook:
                 "gradients were changed between the noise and the update (on_before_optimizer_step, or the optimizer "
                 "itself, in place): what was added to them has no noise; change neither"
             )
+
+
+def _bit_sum(parts: Sequence[Tensor]) -> int:
+    """Sum of all elements' bits as integers: of the same elements it is the same, however they are cut and joined."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return sum(int(part.contiguous().view(whole[part.element_size()]).sum(dtype=torch.int64)) for part in parts)
 
 
 def _settings_of(optimizer: Optimizer) -> bytes:
@@ -220,6 +264,8 @@ class PrivateStrategy:
     noise_hook: NoiseHook
     fewest_micro_batches = 0
     """How many micro-batches a step must have: where the engine needs a backward, one of dummies if need be."""
+    strategy_name: str
+    """As users name it in ``trainer.strategy``."""
     can_resume = True
     """Whether a fit can go on from a checkpoint."""
     in_lockstep = False

@@ -78,9 +78,24 @@ def deepspeed_problems(config: Mapping[str, Any], stage: int) -> Iterator[str]:
         if zero.get(name):
             yield f"zero_optimization.{name}={zero[name]}: it changes what is summed or stepped; leave it out"
     for name in ("offload_optimizer", "offload_param"):
-        device = (zero.get(name) or {}).get("device")
-        if device == "nvme":
+        offload = zero.get(name) or {}
+        if offload.get("device") == "nvme":
             yield f"zero_optimization.{name}.device=nvme: gradients in files are not noised; use cpu"
+        if offload.get("ratio", 1.0) != 1.0:
+            yield (
+                f"zero_optimization.{name}.ratio={offload['ratio']}: an optimizer of DeepSpeed's own would step a part "
+                "past the noise; leave it out"
+            )
+        if offload.get("super_offload"):
+            yield f"zero_optimization.{name}.super_offload=True: it steps past the noise; leave it out"
+    for name in ("mics_shard_size", "zero_hpz_partition_size"):
+        if zero.get(name, 0) > 1:
+            yield f"zero_optimization.{name}={zero[name]}: copies of a shard would not share its noise; leave it out"
+    for name in ("tensorboard", "wandb", "csv_monitor", "comet"):
+        if (config.get(name) or {}).get("enabled"):
+            yield f"{name}.enabled=True: it logs figures of records without noise; use the trainer's loggers"
+    if config.get("managed_gradient_accumulation", True) is not True:
+        yield "managed_gradient_accumulation=False: it changes what is summed; leave it out"
 
 
 def refuse_optimizer(optimizer: Optimizer, strategy: str) -> None:

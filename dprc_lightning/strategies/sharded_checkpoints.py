@@ -33,7 +33,6 @@ class ShardedCheckpoints(ManyRanks):
     a moment.) No file that could run code is opened unless this run's secret signed it.
     """
 
-    strategy_name: str
     trust_checkpoint = False
     """Whether to load a folder that this run's secret did not sign."""
     _waiting: Path | None = None

@@ -187,7 +187,9 @@ def kill(engine: str, folder: Path, world_size: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     strategy._save_engine = dying
-    every = ModelCheckpoint(folder / "checkpoints", filename="same", every_n_train_steps=1, enable_version_counter=False)
+    every = ModelCheckpoint(
+        folder / "checkpoints", filename="same", every_n_train_steps=1, enable_version_counter=False
+    )
     assert isinstance(strategy, ShardedCheckpoints)
     run = trainer(folder, strategy=strategy, devices=world_size, callbacks=[every], enable_checkpointing=True)
     run.fit(Momentum(), datamodule=Data())

@@ -1,19 +1,22 @@
-"""One rank of a job in which something goes wrong; the first argument tells what."""
+"""One rank of a job in which things go wrong, one after the other; what each rank was told goes to a file."""
 
 import os
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from cases import tiny_llama
-from cells import LM, Cell, Data, Records
+from cells import LM, Cell, Data, OddSizes, Records
+from torch import nn
 from toy import ZeroNoise, trainer
-from worker import FixedBatches
+from worker import ENGINES, FixedBatches, whole_state
 
 from dprc_lightning.errors import DPRCError
 from dprc_lightning.run import PrivateRun
-from dprc_lightning.strategies import PrivateDDPStrategy
 
 
 class BadRecord(LM):
@@ -42,35 +45,56 @@ class AnotherRate(LM):
         return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.global_rank))
 
 
-def main(what: str, folder: Path, world_size: int) -> None:
-    warnings.simplefilter("ignore")
-    cell = Cell(lambda: tiny_llama(tied=False), [[0, 1, 2, 3], [4, 5]], physical=1)
-    if what == "drop":
-        cell = Cell(cell.build, cell.batches, 1, {"on_nonfinite": "drop"})
-    module = {"nonfinite": BadRecord, "drop": BadRecord, "unfreezes": Unfreezes, "another_rate": AnotherRate}.get(
-        what, LM
-    )(cell)
-    changes = {}
-    rank = int(os.environ["LOCAL_RANK"])
-    if what == "another_order" and rank == 1:
-        Records.__getitem__ = lambda self, index: self.rows[len(self) - 1 - index]
+class Hides(nn.Module):
+    """Its output is an object in which an engine does not look for tensors, and no layer in it is a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = OddSizes()
+
+    def forward(self, **batch):
+        return SimpleNamespace(logits=self.inner(**batch).logits)
+
+
+MODULES = {"nonfinite": BadRecord, "drop": BadRecord, "unfreezes": Unfreezes, "another_rate": AnotherRate}
+
+
+def fit(engine: str, what: str, folder: Path, rank: int, world_size: int) -> LM:
+    privacy = {"drop": {"on_nonfinite": "drop"}, "unused_zero": {"unused": "zero"}}.get(what, {})
     if what == "another_estimator" and rank == 1:
-        module = LM(Cell(cell.build, cell.batches, 1, {"estimator": "hutchinson", "sketch_dim": 1}))
-    if what == "bfloat16":
-        changes = {"precision": "bf16-true"}
-    if what == "another_batch" and rank == 1:
-        begin = PrivateRun.begin_step
-        PrivateRun.begin_step = lambda self: begin(self) + 1
-    PrivateRun.sampler = lambda self: FixedBatches(cell.batches)
-    strategy = PrivateDDPStrategy(noise_stream=ZeroNoise())
-    try:
+        privacy = {"estimator": "hutchinson", "sketch_dim": 1}
+    build = Hides if what == "hidden" else lambda: tiny_llama(tied=False)
+    cell = Cell(build, [[0, 1, 2, 3], [4, 5]], 1, privacy)
+    module = MODULES.get(what, LM)(cell)
+    changes = {"precision": "bf16-true"} if what == "bfloat16" else {}
+    begin = PrivateRun.begin_step
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(PrivateRun, "sampler", lambda self: FixedBatches(cell.batches)))
+        if what == "another_order" and rank == 1:
+            reverse = patch.object(Records, "__getitem__", lambda self, index: self.rows[len(self) - 1 - index])
+            patches.enter_context(reverse)
+        if what == "another_batch" and rank == 1:
+            patches.enter_context(patch.object(PrivateRun, "begin_step", lambda self: begin(self) + 1))
+        strategy = ENGINES[engine](noise_stream=ZeroNoise())
         trainer(folder, strategy=strategy, devices=world_size, **changes).fit(module, datamodule=Data())
-    except DPRCError as error:
-        print(f"\n{type(error).__name__}: {error}", flush=True)
-        sys.exit(2)
-    state = module.net.state_dict()
-    torch.save(state, folder / f"rank{module.global_rank}.pt")
+    return module
+
+
+def main(engine: str, folder: Path, world_size: int, rank: int, everything: list[str]) -> int:
+    warnings.simplefilter("ignore")
+    failed = 0
+    for what in everything:
+        place = folder / what
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            module = fit(engine, what, place, rank, world_size)
+        except DPRCError as error:
+            (place / f"rank{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+            failed = 2
+        else:
+            torch.save(whole_state(module), place / f"rank{rank}.pt")
+    return failed
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(os.environ["LOCAL_RANK"]), sys.argv[4:]))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from cells import CELLS, LM, Cell, Data, Records
-from toy import ZeroNoise, trainer
 from torch import Tensor, nn
+from toy import ZeroNoise, trainer
 from transformers.modeling_outputs import CausalLMOutput
 from worker import ENGINES, FixedBatches, whole_state
 
@@ -148,8 +148,8 @@ class Crossed(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         x = self.embed(input_ids)
         order = (self.a, self.b) if RANK == 0 else (self.b, self.a)
-        first, second = (branch(x) for branch in order)
-        return CausalLMOutput(logits=self.head(first + second))
+        found = {branch: branch(x) for branch in order}
+        return CausalLMOutput(logits=self.head(found[self.a] + 2 * found[self.b]))
 
 
 class BadRecord(LM):
@@ -158,7 +158,7 @@ class BadRecord(LM):
     def per_sample_loss(self, batch):
         losses = super().per_sample_loss(batch)
         bad = (batch["input_ids"] == Records().rows[1]["input_ids"]).all(1)
-        return torch.where(bad, losses * torch.inf, losses)
+        return losses * torch.where(bad, torch.inf, 1.0)
 
 
 CROSSED = Cell(lambda: Crossed(True), [[0, 1, 2, 3]])

@@ -1,4 +1,4 @@
-"""`dprc fit` on two devices, as a user starts it: the command starts the other process itself."""
+"""`dprc fit` on two devices, as a user starts it, with each engine's file: the command starts the other process."""
 
 import os
 import signal
@@ -21,7 +21,6 @@ data: {{class_path: toy.ToyData}}
 test_after_fit: true
 trainer:
   accelerator: cpu
-  strategy: dprc_ddp
   devices: 2
   num_sanity_val_steps: 0
   limit_val_batches: 0
@@ -31,7 +30,10 @@ trainer:
 """
 
 
-def start(folder: Path, *arguments: str, steps: int = 4) -> subprocess.Popen:
+STRATEGIES = Path(__file__).parents[2] / "configs" / "strategy"
+
+
+def start(folder: Path, *arguments: str, steps: int = 4, engine: str = "ddp") -> subprocess.Popen:
     config = folder / "toy.yaml"
     config.write_text(CONFIG.format(folder=folder / "runs", steps=steps))
     environment = os.environ | {
@@ -40,7 +42,8 @@ def start(folder: Path, *arguments: str, steps: int = 4) -> subprocess.Popen:
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_PORT": str(free_port()),
     }
-    command = [sys.executable, "-m", "dprc_lightning.cli", "fit", "--config", str(config), *arguments]
+    command = [sys.executable, "-m", "dprc_lightning.cli", "fit", "--config", str(config)]
+    command += ["--config", str(STRATEGIES / f"{engine}.yaml"), *arguments]
     return subprocess.Popen(
         command,
         env=environment,
@@ -53,7 +56,7 @@ def start(folder: Path, *arguments: str, steps: int = 4) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, limit: float = 150) -> str:
+def finish(process: subprocess.Popen, limit: float = 240) -> str:
     try:
         return process.communicate(timeout=limit)[0]
     except subprocess.TimeoutExpired:
@@ -61,8 +64,10 @@ def finish(process: subprocess.Popen, limit: float = 150) -> str:
         raise AssertionError("it hangs: " + process.communicate()[0][-3000:]) from None
 
 
-def test_fit_and_test_on_two_devices(tmp_path):
-    process = start(tmp_path)
+# Those of the other engines are in the test of signals.
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2"])
+def test_fit_and_test_on_two_devices(tmp_path, engine):
+    process = start(tmp_path, engine=engine)
     said = finish(process)
     assert process.returncode == 0, said
     run = tmp_path / "runs" / "toy" / "version_0"
@@ -80,10 +85,30 @@ def test_a_wrong_setting_is_told_once_and_nothing_is_started(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("number", "everyone"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_signal_stops_all_ranks_and_the_run_goes_on(tmp_path, number, everyone):
+def test_what_an_engine_refuses_is_told_once_and_nothing_is_started(tmp_path):
+    told = tmp_path / "deepspeed.yaml"
+    settings = "{zero_optimization: {stage: 2}, gradient_clipping: 1.0, optimizer: {type: Adam}}"
+    told.write_text(f"trainer: {{strategy: {{init_args: {{config: {settings}}}}}}}")
+    process = start(tmp_path, "--config", str(told), "--privacy.delta", "0.5", engine="deepspeed_stage_2")
+    said = finish(process)
+    assert process.returncode == 2
+    assert said.count("dprc: error:") == said.count("gradient_clipping=1.0: ") == said.count("optimizer={") == 1, said
+    assert "strategy dprc_deepspeed_stage_2, " in said and "privacy.delta=0.5" in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "everyone"),
+    [
+        ("ddp", signal.SIGINT, True),
+        ("ddp", signal.SIGTERM, False),
+        ("fsdp2", signal.SIGINT, True),
+        ("deepspeed_stage_3", signal.SIGINT, True),
+    ],
+)
+def test_a_signal_stops_all_ranks_and_the_run_goes_on(tmp_path, engine, number, everyone):
     """A terminal sends Ctrl-C to all processes; `kill` reaches the first alone."""
-    process = start(tmp_path, steps=300)
+    process = start(tmp_path, steps=300, engine=engine)
     for line in process.stdout:
         if line.startswith("Training "):
             break
@@ -99,8 +124,10 @@ def test_a_signal_stops_all_ranks_and_the_run_goes_on(tmp_path, number, everyone
     assert 2 <= done == report["applied_steps"] < 300
     # The noise of the run is fixed by its 300 steps; three more will do here.
     checkpoint = run / "checkpoints" / "interrupted.ckpt"
-    process = start(tmp_path, "--ckpt_path", str(checkpoint), "--privacy.steps", str(done + 3), steps=300)
+    further = ["--ckpt_path", str(checkpoint), "--privacy.steps", str(done + 3)]
+    process = start(tmp_path, *further, steps=300, engine=engine)
     said = finish(process)
     assert process.returncode == 0, said
     assert Ledger.open(run, read_only=True).steps == done + 3
+    assert "test/accuracy" in read_report(run)["metrics"]
     assert sorted(path.name for path in (tmp_path / "runs" / "toy").iterdir()) == ["version_0"]
