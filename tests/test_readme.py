@@ -1,6 +1,7 @@
 """Every command and every example of the README runs."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,17 @@ from dprc_lightning.report import read_report
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
 FENCE = re.compile(r"^```(bash|python)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 BLOCKS = FENCE.findall(README)
 COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.strip()]
@@ -32,12 +44,12 @@ SHORT = "--privacy.steps 2 --privacy.expected_batch_size 8 --data.init_args.size
 def test_the_readme_has_what_is_tested_here():
     assert COMMANDS[:2] == ["make quickstart", "make test"]
     assert {line.split()[1] for line in COMMANDS if line.startswith("dprc")} == {
-        "--help", "calibrate", "epsilon", "fit", "validate", "report", "export", "bench",
+        "--help", "calibrate", "epsilon", "plan", "fit", "validate", "report", "export", "bench",
     }  # fmt: skip
     assert len(EXAMPLES) == 3
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "bench", "clean"])
+@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "bench", "figures", "clean"])
 def test_make_targets_exist(target):
     """CI runs `make lint`, `make test` and `make quickstart` for real, in a fresh environment."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
@@ -61,7 +73,9 @@ def run(command: str, cwd: Path = ROOT) -> str:
 
 
 # CI runs the make targets for real; what needs a run is below.
-LIGHT = [c for c in COMMANDS if c.startswith("dprc") and "RUN" not in c and not c.startswith("dprc fit")]
+NEEDS_MORE = ("dprc fit", "dprc plan")
+LIGHT = [c for c in COMMANDS if c.startswith("dprc") and "RUN" not in c and not c.startswith(NEEDS_MORE)]
+PLANS = [c for c in COMMANDS if c.startswith("dprc plan")]
 
 
 @pytest.mark.parametrize("command", LIGHT)
@@ -71,6 +85,24 @@ def test_light_commands(command):
         given = next(words for words in short if words in command)
         command = command.replace(given, short[given])
     assert run(command)
+
+
+def test_a_plan_for_a_folder_with_a_configuration(tmp_path):
+    """Llama-3.2-1B by its numbers, with one of the rows."""
+    (command,) = [c for c in PLANS if "--model" in c]
+    (tmp_path / "Llama-3.2-1B").mkdir()
+    (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps(LLAMA))
+    out = run(f"{command} --sketch_dim 64", tmp_path)
+    # As the README shows them.
+    for line in out.splitlines():
+        if line.split()[:1] in (["64"], ["exact"]):
+            assert re.sub(" +", " ", line.strip()) in re.sub(" +", " ", README)
+
+
+@pytest.mark.data
+def test_a_plan_for_the_quickstart():
+    (command,) = [c for c in PLANS if "--config" in c]
+    assert "pick: " in run(f"{command} --sketch_dim 64")
 
 
 @pytest.mark.data

@@ -85,6 +85,9 @@ def upper_nodes(law: SensitivityLaw, noise_multiplier: float, sliver: float, bin
     Returns:
         The law; its masses and ``infinity`` add up to one.
     """
+    if sliver + law.mass_at_infinity >= 1.0 - _UPPER_TAIL:
+        # Nothing is left to cut into bins.
+        return Nodes(np.ones(1), np.zeros(1), 1.0)
     edges, convex_from = _edges(law, noise_multiplier, sliver, bins)
     mass, mean = law.bins(edges)
     low, high = edges[:-1], edges[1:]
@@ -113,6 +116,8 @@ def lower_nodes(law: SensitivityLaw, noise_multiplier: float, sliver: float, bin
     Returns:
         The law; its masses add up to at most one: what is left out counts as Z = 0.
     """
+    if sliver + law.mass_at_infinity >= 1.0 - _UPPER_TAIL:
+        return Nodes(np.ones(1), np.zeros(1))
     edges, convex_from = _edges(law, noise_multiplier, sliver, bins)
     mass, mean = law.bins(edges)
     low, high = edges[:-1], edges[1:]
