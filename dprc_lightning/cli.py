@@ -1,7 +1,9 @@
 """The ``dprc`` command: light commands that import no torch, and LightningCLI for fit, validate, test and predict."""
 
 import argparse
+import decimal
 import json
+import math
 import os
 import signal
 import sys
@@ -41,9 +43,8 @@ With --config, further settings of the file may follow as dprc fit takes them: -
 _PROJECTION = "distribution of the projection's entries: gaussian, or rademacher (random signs; not certified)"
 
 _BOUND = (
-    "law of the randomized clipping. best: the smallest epsilon of all certified laws, here convex where it is proved "
-    "and its slack is bearable, else envelope. convex: the tighter one, attained by rank-one gradients; noise "
-    "multipliers from 0.289 on. envelope: that of the paper. None changes the mechanism"
+    "which proof computes epsilon; training is the same. best: the smaller result of the two. convex: usually tighter, "
+    "proved from noise multipliers of 0.289 on. envelope: the paper's, for any noise. (rademacher has its own law)"
 )
 
 
@@ -180,25 +181,49 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--estimator", choices=("auto", "hutchinson"), help="of the rows with a k")
     plan.add_argument("--projection", help=_PROJECTION)
     plan.add_argument("--bound", choices=("best", "convex", "envelope"), help=_BOUND)
-    plan.add_argument("--tolerance", type=float, default=2.0, metavar="PERCENT", help="of noise above the least; 2")
-    plan.add_argument("--max_flops", type=float, default=20.0, metavar="PERCENT", help="of the step's FLOPs; 20")
-    plan.add_argument("--max_memory", type=float, default=2.0, metavar="GIB", help="for P and the norms; 2")
+    plan.add_argument(
+        "--tolerance",
+        type=float,
+        default=2.0,
+        metavar="PERCENT",
+        help="how much more noise than the least of all rows is fine (default: 2)",
+    )
+    plan.add_argument(
+        "--max_flops",
+        type=float,
+        default=20.0,
+        metavar="PERCENT",
+        help="most that the norms may add to the step's (default: 20)",
+    )
+    plan.add_argument(
+        "--max_memory", type=float, default=2.0, metavar="GIB", help="most that P and the norms may take (default: 2)"
+    )
     plan.add_argument("--format", choices=("table", "json"), default="table")
 
 
 def _mechanism(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--delta", type=float, required=True, help="at most 1 / number of training records")
+    parser.add_argument("--delta", type=float, required=True, help="choose it well below 1 / number of records")
+    parser.add_argument("--num_records", type=int, help="N: refuse a delta above 1 / N")
     parser.add_argument("--sample_rate", type=float, required=True, help="q: probability of a record to be in a batch")
     parser.add_argument("--steps", type=int, required=True, help="logical steps")
     parser.add_argument(
         "--sketch_dim", type=int, default=None, help="k, columns of the projection; exact norms without"
     )
-    parser.add_argument("--projection", default="gaussian", help=_PROJECTION)
-    parser.add_argument("--bound", choices=("best", "convex", "envelope"), default="best", help=_BOUND)
-    parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--projection", default="gaussian", help=f"{_PROJECTION} (default: gaussian)")
+    parser.add_argument(
+        "--bound", choices=("best", "convex", "envelope"), default="best", help=f"{_BOUND} (default: best)"
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    records = options.num_records
+    if records is not None and (records < 1 or not options.delta <= 1 / records):
+        raise InvalidArgumentError(
+            "--delta",
+            options.delta,
+            f"above 1 / num_records (--num_records {records}): it would allow to publish a record",
+        )
     names = ("delta", "sample_rate", "steps", "sketch_dim", "projection", "bound")
     return {name: getattr(options, name) for name in names}
 
@@ -209,9 +234,14 @@ def _calibrate(options: argparse.Namespace) -> int:
     settings = _settings(options)
     sigma = calibrate_noise_multiplier(epsilon=options.epsilon, **settings)
     bounds = epsilon(noise_multiplier=sigma, **settings)
-    found = {
-        "noise_multiplier": sigma,
-        "epsilon": options.epsilon,
+    found = {"noise_multiplier": sigma if options.format == "json" else _rounded_up(sigma), "epsilon": options.epsilon}
+    if options.sketch_dim is not None:
+        exact = calibrate_noise_multiplier(
+            epsilon=options.epsilon, **settings | {"sketch_dim": None, "projection": "gaussian"}
+        )
+        # What a larger sketch_dim could buy back, at most.
+        found["over_exact_norms"] = f"+{100 * (sigma / exact - 1):.1f} %"
+    found |= {
         "epsilon_bounds": {"lower": bounds.lower, "estimate": bounds.estimate, "upper": bounds.upper},
         "certified": bounds.certified,
     }
@@ -220,14 +250,20 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _epsilon(options: argparse.Namespace) -> int:
-    from dprc_lightning.accounting import epsilon
+    from dprc_lightning.accounting import StepEvent, epsilon
 
     settings = _settings(options)
     bounds = epsilon(noise_multiplier=options.noise_multiplier, **settings)
-    found = {
+    found: dict[str, Any] = {
         "epsilon": {"lower": bounds.lower, "estimate": bounds.estimate, "upper": bounds.upper},
         "certified": bounds.certified,
     }
+    if math.isinf(bounds.upper):
+        from dprc_lightning.accounting.infinite import why_infinite
+
+        mechanism = (settings["sample_rate"], settings["sketch_dim"], settings["projection"], settings["bound"])
+        event = StepEvent(options.noise_multiplier, *mechanism)
+        found["reason"] = why_infinite([(event, options.steps)], options.delta)
     _show(found, options.format, {"noise_multiplier": options.noise_multiplier, **settings})
     return 0
 
@@ -308,7 +344,7 @@ def _bench_accounting(options: argparse.Namespace) -> int:
 def _show(found: dict[str, Any], form: str, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
     """What was found in its own order, then the settings by name."""
     if form == "json":
-        print(json.dumps({**found, **settings}))
+        print(json.dumps(_finite({**found, **settings}), allow_nan=False))
         return
     lines = []
     for name, value in [*found.items(), *sorted(settings.items())]:
@@ -317,6 +353,18 @@ def _show(found: dict[str, Any], form: str, settings: Mapping[str, Any] = Mappin
     width = max(len(name) for name, _ in lines)
     for name, entry in lines:
         print(f"{name:<{width}}  {entry}")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null says that there is no number."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rounded_up(sigma: float) -> str:
+    """Six digits, never less noise than was found."""
+    return format(decimal.Context(prec=6, rounding=decimal.ROUND_CEILING).create_decimal_from_float(sigma), "f")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 from dprc_lightning.accounting import _validation, tradeoff
 from dprc_lightning.accounting.divergence import Divergences
 from dprc_lightning.accounting.events import StepEvent, validate_delta, validate_steps
-from dprc_lightning.accounting.grid import COARSE, FINE, Resolution
+from dprc_lightning.accounting.grid import COARSE, FINE, Resolution, resolution_for
 from dprc_lightning.accounting.history import history_from_dict, history_from_json, history_to_dict
-from dprc_lightning.accounting.law import FloatArray, Order
+from dprc_lightning.accounting.law import Order
 from dprc_lightning.accounting.lower_bound import lower_and_estimate
 from dprc_lightning.accounting.privacy_loss import Step, UpperBound, slack_per_step
 from dprc_lightning.accounting.rademacher import require_enough_columns
@@ -129,7 +129,7 @@ def _lower_and_estimate(history: History, delta: float, upper: float) -> tuple[f
         steps.append(Step(law, event.noise_multiplier, event.sample_rate, count))
     if not steps:
         return 0.0, upper
-    lower, estimate = lower_and_estimate(steps, delta, FINE)
+    lower, estimate = lower_and_estimate(steps, delta, resolution_for(len(steps)))
     if len(steps) < len(history):
         estimate = upper
     return min(lower, upper), min(max(lower, estimate), upper)
@@ -156,11 +156,18 @@ class Accountant:
 
     Args:
         history: Events with their counts, to start from.
+
+    Raises:
+        InvalidArgumentError: If it holds anything else.
     """
 
     def __init__(self, history: Iterable[tuple[StepEvent, int]] = ()) -> None:
         self._history: list[tuple[StepEvent, int]] = []
-        for event, count in history:
+        try:
+            entries = [(event, count) for event, count in history]
+        except (TypeError, ValueError):
+            raise InvalidArgumentError("history", history, "must be pairs of a StepEvent and a count") from None
+        for event, count in entries:
             self.compose(event, count)
 
     def compose(self, event: StepEvent, count: int = 1) -> "Accountant":
@@ -199,6 +206,14 @@ class Accountant:
         return sum(count for _, count in self._history)
 
     @property
+    def _resolution(self) -> Resolution:
+        return resolution_for(len(self._history))
+
+    def __repr__(self) -> str:
+        kinds = "".join(f", {count} x {event}" for event, count in self._history)
+        return f"Accountant({self.steps} steps{kinds})"
+
+    @property
     def certified(self) -> bool:
         """Whether the law of every recorded step is proved; True before the first step."""
         return all(event.certified for event, _ in self._history)
@@ -233,7 +248,7 @@ class Accountant:
         delta = validate_delta(delta)
         if not self._history:
             return 0.0
-        return min(bound.epsilon() for bound in upper_bounds(self._history, delta, FINE))
+        return min(bound.epsilon() for bound in upper_bounds(self._history, delta, self._resolution))
 
     def directions(self, delta: float) -> dict[str, float]:
         """What the recorded steps cost a record that is removed, and one that is added.
@@ -252,7 +267,9 @@ class Accountant:
         delta = validate_delta(delta)
         if not self._history:
             return {"remove": 0.0, "add": 0.0}
-        remove, add = min((bound.directions() for bound in upper_bounds(self._history, delta, FINE)), key=max)
+        remove, add = min(
+            (bound.directions() for bound in upper_bounds(self._history, delta, self._resolution)), key=max
+        )
         return {"remove": remove, "add": add}
 
     def delta(self, epsilon: ArrayLike) -> Any:
@@ -269,21 +286,15 @@ class Accountant:
         Returns:
             Upper bounds on delta in [0, 1]: a float for a scalar, an array of the same shape otherwise.
 
-        Raises:
-            InvalidArgumentError: If a value is no number, or NaN.
         """
+        # Anything else is an InvalidArgumentError.
         remedy = "must be a number or an array of numbers, not NaN"
-        try:
-            orders: FloatArray = np.asarray(epsilon, dtype=np.float64)
-        except (TypeError, ValueError):
-            raise InvalidArgumentError("epsilon", epsilon, remedy) from None
-        if np.isnan(orders).any():
-            raise InvalidArgumentError("epsilon", epsilon, remedy)
+        orders = _validation.numbers("epsilon", epsilon, remedy)
         if not self._history or not orders.size:
             values = -np.expm1(np.minimum(orders, 0.0))
         else:
             target = _delta_to_bound_for(self._history, float(orders.max()))
-            remove, add = Divergences(upper_bounds(self._history, target, FINE)).at(orders.ravel())
+            remove, add = Divergences(upper_bounds(self._history, target, self._resolution)).at(orders.ravel())
             values = np.maximum(remove, add).reshape(orders.shape)
         return tradeoff.shaped_like(values, epsilon)
 
@@ -308,7 +319,7 @@ class Accountant:
         if not self._history:
             values = tradeoff.without_steps(levels)
         else:
-            curves = Divergences(upper_bounds(self._history, tradeoff.target_delta(levels), FINE))
+            curves = Divergences(upper_bounds(self._history, tradeoff.target_delta(levels), self._resolution))
             values = tradeoff.smallest_false_negative_rate(levels, curves, direction)
         return tradeoff.shaped_like(values, alpha)
 
@@ -438,6 +449,8 @@ def epsilon_schedule(event: StepEvent, steps: Sequence[int], delta: float) -> li
     if not isinstance(event, StepEvent):
         raise InvalidArgumentError("event", event, "must be a StepEvent")
     delta = validate_delta(delta)
+    if not isinstance(steps, Iterable):
+        raise InvalidArgumentError("steps", steps, "must be a sequence of integers >= 0")
     counts = [validate_steps(count) for count in steps]
     if not counts or max(counts) == 0:
         return [0.0] * len(counts)

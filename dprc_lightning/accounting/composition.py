@@ -11,16 +11,17 @@ Guarantee: the divergence at order e is ``delta(e) = infinity + exp(S - t e) sum
 * The transform is circular. Its length is chosen by Chernoff's inequality so that y_t has at most some tail outside of
   the window, which is aliased to anywhere. It moves delta(e) by at most ``exp(S - t e) max g`` times that tail.
 * Transforms, powers and products round. A transform X of N points goes through log2(N) levels of a few operations
-  each: with u = 2^-53 every value is off by at most ``d = 8 u log2(N)`` for masses that add up to one, and in the
-  Euclidean norm by d times the norm (Higham, Accuracy and Stability of Numerical Algorithms, chapter 24). The power
-  X^T is then off by ``T d (|X| + d)^(T - 1) + 14 T u (|X| + d)^T``, which is summed as it is (`_rounding`). So y_t is
+  each: with u = 2^-53 every value is off by at most ``d = 16 u log2(N)`` for masses that add up to one, and in the
+  Euclidean norm by d times the norm (at most 6.7 u log2(N) by Higham, Accuracy and Stability of Numerical Algorithms,
+  chapter 24). The power X^T is then off by ``T d (|X| + d)^(T - 1) + 16 T u (|X| + d)^T``, which is summed as it is
+  (`_rounding`). So y_t is
   off by some r in the Euclidean norm, and delta(e), by Cauchy and Schwarz, by ``exp(S - t e) ||g|| r``, where
   ``||g||^2 <= min(N, (1/h) int_0^inf g^2 + max g^2)`` for the grid interval h.
 * The exponents round: relative errors of `Composed.drift`.
 
 At the t that minimises Chernoff's bound, ``exp(S - t e)`` is delta but for a factor of a few hundreds, so that all
-three are negligible at every delta; the least t that makes them so is used. At t = 0 the same formulas bound the plain
-transform, whoever makes it.
+three are negligible for every delta above 1e-250; the least t that makes them so is used. At t = 0 the same formulas
+bound the plain transform, whoever makes it.
 """
 
 import math
@@ -35,13 +36,13 @@ from dprc_lightning.accounting.law import FloatArray
 from dprc_lightning.errors import AccountingResourceError
 
 _EPS = float(np.finfo(np.float64).eps)
-_TAIL = 1e-9
+_TAIL = 1e-4
 """Most of a tilted distribution that may lie outside of the window."""
 _LEAST_TAIL = 1e-30
 """Least of it that is worth resolving."""
 _UNTILTED_TAIL = 1e-14
 """What may lie outside where no delta is given."""
-_SHARE = 1e-6
+_SHARE = 1e-5
 """Share of delta that the tails are meant to cost; what they do cost is charged."""
 _ROUNDING_SHARE = 1e-4
 """The same for rounding, whose bound is far above what happens."""
@@ -154,6 +155,7 @@ class Composed:
         tilt: t, per unit of loss.
         log_error: Logarithm of the absolute error of the divergence at order zero; at order e it is smaller by t e.
         drift: Relative error.
+        top: The largest finite loss that the composition can have.
     """
 
     pmf: LossPMF
@@ -161,6 +163,7 @@ class Composed:
     tilt: float
     log_error: float
     drift: float
+    top: float
 
     def error(self, order: float) -> float:
         """Bound on the absolute error of the divergence at an order and above.
@@ -187,15 +190,18 @@ class Composed:
         target = delta * (1.0 - self.drift)
         if pmf.infinity >= target:
             return math.inf
+        # No loss is larger than the largest: there the divergence is what is infinite, whatever the errors are.
+        top = math.nextafter(self.top, math.inf)
         charge = self.error(epsilon_for_delta(pmf, self.interval, target))
         if target <= charge:
-            return math.inf
+            return top
         # The epsilon of what is left is larger, and the error there smaller.
         found, step = epsilon_for_delta(pmf, self.interval, target - charge), 1e-12
         while found < math.inf and divergence(pmf, self.interval, found) > target - charge:
             # Running sums round more than pairwise ones.
             found, step = found * (1 + step) + step * self.interval, 4 * step
-        return found
+        # The term just above an order is only as accurate as their difference.
+        return min(found + 4 * math.ulp(found), top)
 
     def lower_epsilon(self, delta: float, floor: float) -> float:
         """Lower bound on epsilon, all errors charged.
@@ -215,7 +221,7 @@ class Composed:
             while found > floor and divergence(self.pmf, self.interval, found) < target + charge:
                 found, step = max(floor, found - step * (abs(found) + self.interval)), 4 * step
             if self.error(found) <= charge:
-                return found
+                return max(floor, found - 4 * math.ulp(found))
             charge *= 4.0
         return floor
 
@@ -265,7 +271,14 @@ class Composer:
             pmf = active[0][0]
             index = np.arange(pmf.index[0], pmf.index[-1] + 1, dtype=np.int64)
             mass = np.bincount(pmf.index - pmf.index[0], weights=pmf.mass).astype(np.float64)
-            return Composed(LossPMF(index, mass, pmf.infinity), self.interval, 0.0, -math.inf, _SUMS)
+            return Composed(
+                LossPMF(index, mass, pmf.infinity),
+                self.interval,
+                0.0,
+                -math.inf,
+                _SUMS,
+                float(index[-1]) * self.interval,
+            )
         aims = [(0.0, _UNTILTED_TAIL)]
         if delta is not None and delta > infinity:
             aims = self._tilts(counts, delta - infinity)
@@ -289,7 +302,8 @@ class Composer:
             drift += 4 * _EPS * sum(count * (abs(log_moment) + 1500) for count, log_moment in sizes)
             drift += 4 * _EPS * (abs(scale) + float(np.abs(exponent).max()) + 8)
         error = _weight(tilt, self.interval, made.points) * rounding + _peak(tilt) * tail
-        return Composed(LossPMF(index, mass, infinity), self.interval, tilt, scale + math.log(error), drift)
+        top = sum(count * int(pmf.index[-1]) for pmf, count in active) * self.interval
+        return Composed(LossPMF(index, mass, infinity), self.interval, tilt, scale + math.log(error), drift, top)
 
     def _tilts(self, counts: Sequence[int], delta: float) -> list[tuple[float, float]]:
         """Returns tilts, each with what may lie outside of its window, the best first.

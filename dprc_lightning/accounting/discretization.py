@@ -99,13 +99,17 @@ def upper_nodes(law: SensitivityLaw, noise_multiplier: float, sliver: float, bin
     weights[:-1] += mass * (1.0 - far)
     weights[1:] += mass * far
     infinity = float(law.cdf(edges[0]))
-    weights[-1] += max(0.0, 1.0 - infinity - weights.sum())
+    weights[-1] += max(0.0, 1.0 - float(law.cdf(edges[-1])))
+    # What is then still missing, by rounding or by a law that forgets some of its mass, counts against the law.
+    infinity += max(0.0, 1.0 - infinity - float(weights.sum()))
     keep = weights > 0
     return Nodes(1.0 / np.sqrt(edges[keep]), weights[keep], infinity)
 
 
 def lower_nodes(law: SensitivityLaw, noise_multiplier: float, sliver: float, bins: int) -> Nodes:
     """A discrete law whose hockey-stick average is at most that of ``law``, for every order >= 0.
+
+    The negative orders of one direction are the positive ones of the other (`divergence`).
 
     Args:
         law: The law of w.

@@ -82,11 +82,11 @@ class StepEvent:
             InvalidArgumentError: If a value cannot be used; it names the field.
         """
         store = object.__setattr__  # the dataclass is frozen
-        store(self, "noise_multiplier", _validation.positive_float("noise_multiplier", self.noise_multiplier))
+        store(self, "noise_multiplier", _validation.noise_multiplier("noise_multiplier", self.noise_multiplier))
         store(self, "sample_rate", _validation.sampling_rate("sample_rate", self.sample_rate))
         if self.sketch_dim is not None:
             store(self, "sketch_dim", _validation.integer("sketch_dim", self.sketch_dim, 1))
-        if self.projection not in PROJECTIONS:
+        if not isinstance(self.projection, str) or self.projection not in PROJECTIONS:
             remedy = "its law is not known; use 'gaussian' or 'rademacher'"
             raise InvalidArgumentError("projection", self.projection, _NO_PROJECTION.get(str(self.projection), remedy))
         _validation.choice("bound", self.bound, BOUNDS)
@@ -97,7 +97,8 @@ class StepEvent:
         if isinstance(slack, bool) or not isinstance(slack, Real) or not 0 <= float(slack) < 1:
             raise InvalidArgumentError("norm_slack", slack, "must lie in [0, 1)")
         store(self, "norm_slack", float(slack))
-        if self.neighboring_relation != ADD_OR_REMOVE_ONE:
+        relation = self.neighboring_relation
+        if not isinstance(relation, str) or relation != ADD_OR_REMOVE_ONE:
             raise InvalidArgumentError(
                 "neighboring_relation",
                 self.neighboring_relation,

@@ -131,6 +131,12 @@ class RandomizedClippingAccountant(PLDAccountant):
     the smaller of the convex order's curve and the envelope's is taken at each order. For a smaller target the numbers
     remain valid, but are loose. What `dp_accounting` then does with the distributions is its own, rounding included.
 
+    Other mechanisms may be interleaved with these steps, adaptively, although the smaller of two curves of T steps is
+    no bound on a single one. For one event and direction the supremum over records of the step's curve is convex in
+    exp(e), so it is the curve of a pair (A, B), whose reverse is the other direction's. Each law's pair dominates
+    (A, B), so the curve of T-fold (A, B) lies below each law's T-fold curve, and below the smaller of them; and
+    domination survives products with other mechanisms. This needs that one call holds one event.
+
     A failure while steps are being recorded leaves an accountant whose epsilon is infinite.
 
     Args:
@@ -171,7 +177,7 @@ class RandomizedClippingAccountant(PLDAccountant):
                 "neighboring_relation must be `ADD_OR_REMOVE_ONE` for RandomizedClippingDpEvent: its proof does not "
                 f"cover replace-one. Found {self.neighboring_relation}.",
             )
-        if count == 0:
+        if _validation.integer("count", count, 0) == 0:
             return None
         if not event.is_private:
             self._contains_non_dp_event |= do_compose

@@ -19,8 +19,9 @@ whichever hypothesis is the null: it is the largest convex function below both d
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from dprc_lightning.accounting import _validation
 from dprc_lightning.accounting.divergence import LARGEST_ORDER, Divergences
 from dprc_lightning.accounting.law import FloatArray
 from dprc_lightning.errors import InvalidArgumentError
@@ -46,10 +47,7 @@ def validate_levels(alpha: ArrayLike) -> FloatArray:
         InvalidArgumentError: If a value is no number in [0, 1].
     """
     remedy = "must hold false-positive rates in [0, 1]"
-    try:
-        levels: NDArray[np.float64] = np.asarray(alpha, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise InvalidArgumentError("alpha", alpha, remedy) from None
+    levels = _validation.numbers("alpha", alpha, remedy)
     outside = ~((levels >= 0) & (levels <= 1))
     if outside.any():
         raise InvalidArgumentError("alpha", float(levels[outside].flat[0]), remedy)

@@ -11,6 +11,7 @@ from scipy import stats
 
 from dprc_lightning.accounting import Accountant, EpsilonBounds, Order, SensitivityLaw, StepEvent
 from dprc_lightning.accounting.accountant import upper_bounds
+from dprc_lightning.accounting.discretization import upper_nodes
 from dprc_lightning.accounting.grid import COARSE
 from dprc_lightning.accounting.law import EnvelopeOfLaw, FloatArray, GaussianConvexLaw, GaussianEnvelopeLaw
 from dprc_lightning.errors import InvalidArgumentError
@@ -202,3 +203,38 @@ def test_what_is_no_law_is_refused() -> None:
         StepEvent(1.0, 0.1, law=lambda w: w)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="not both"):
         StepEvent(1.0, 0.1, 8, law=Stochastic())
+
+
+class Forgetful(SensitivityLaw):
+    """Its bins know nothing of a mass of 9e-8 that lies far down: it decides a delta of 1e-8."""
+
+    certified, atoms = True, (1.0,)
+
+    def cdf(self, w: Any) -> FloatArray:
+        w = np.asarray(w, dtype=np.float64)
+        return np.where(w >= 1, 1.0, np.where(w >= 1e-4, 9e-8, 0.0))
+
+    def bins(self, edges: FloatArray) -> tuple[FloatArray, FloatArray | None]:
+        return (1 - 9e-8) * np.diff((edges >= 1).astype(np.float64)), None
+
+
+class UpperEnds(Drawn):
+    """Its means are the upper ends of the bins, which narrow bins do not show."""
+
+    order = Order.CONVEX
+
+    def bins(self, edges: FloatArray) -> tuple[FloatArray, FloatArray | None]:
+        return np.diff(self.cdf(edges)), edges[1:]
+
+    def lower_tail_integral(self, w: float) -> float:
+        return w * float(self.cdf(w))
+
+
+@pytest.mark.parametrize(("law", "told"), [(Forgetful(), "masses"), (UpperEnds(), "add up")])
+def test_bins_that_contradict_the_law_are_refused(law: SensitivityLaw, told: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=told):
+        StepEvent(1.0, 0.1, law=law)
+
+
+def test_a_mass_that_the_bins_forget_counts_as_infinite() -> None:
+    assert upper_nodes(Forgetful(), 1.0, 1e-12, 64).infinity == pytest.approx(9e-8, rel=1e-6)
