@@ -81,7 +81,7 @@ def test_the_table_is_aligned_and_sorted(capsys):
 def test_help_says_what_best_is(capsys):
     with pytest.raises(SystemExit):
         main(["calibrate", "--help"])
-    assert "best: the smallest" in " ".join(capsys.readouterr().out.split())
+    assert "best: the smaller" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

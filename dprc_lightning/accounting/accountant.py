@@ -165,6 +165,9 @@ class Accountant:
         self._history: list[tuple[StepEvent, int]] = []
         try:
             entries = [(event, count) for event, count in history]
+        except InvalidArgumentError:
+            # What makes the history has told what is wrong.
+            raise
         except (TypeError, ValueError):
             raise InvalidArgumentError("history", history, "must be pairs of a StepEvent and a count") from None
         for event, count in entries:

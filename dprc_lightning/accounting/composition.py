@@ -46,6 +46,8 @@ _SHARE = 1e-5
 """Share of delta that the tails are meant to cost; what they do cost is charged."""
 _ROUNDING_SHARE = 1e-4
 """The same for rounding, whose bound is far above what happens."""
+_TOO_MUCH = 1e-3
+"""Share of delta that the errors may cost before another tilt is tried."""
 _LOOSE = math.log(1000.0)
 """Chernoff's bound on delta is usually too large by less than the exponential of this."""
 _TILTS = np.geomspace(1e-8, 1e6, 94)
@@ -279,9 +281,18 @@ class Composer:
                 _SUMS,
                 float(index[-1]) * self.interval,
             )
-        aims = [(0.0, _UNTILTED_TAIL)]
-        if delta is not None and delta > infinity:
-            aims = self._tilts(counts, delta - infinity)
+        if delta is None or delta <= infinity:
+            return self._composed(counts, infinity, [(0.0, _UNTILTED_TAIL)])
+        composed = self._composed(counts, infinity, self._tilts(counts, delta - infinity))
+        order = epsilon_for_delta(composed.pmf, self.interval, delta)
+        if composed.error(order) > _TOO_MUCH * delta:
+            # Chernoff's bound was far above epsilon. Now that it is about known, the tilt can aim at it.
+            again = self._composed(counts, infinity, self._tilts(counts, delta - infinity, order))
+            composed = min(composed, again, key=lambda one: one.error(order))
+        return composed
+
+    def _composed(self, counts: Sequence[int], infinity: float, aims: Sequence[tuple[float, float]]) -> Composed:
+        """Returns the composition under the first tilt whose window fits."""
         tilt, tail, made = self._transforms(aims, counts)
         low, high = made.chernoff.window(counts, tail)
         product = np.ones(made.points // 2 + 1, dtype=np.complex128)
@@ -302,32 +313,38 @@ class Composer:
             drift += 4 * _EPS * sum(count * (abs(log_moment) + 1500) for count, log_moment in sizes)
             drift += 4 * _EPS * (abs(scale) + float(np.abs(exponent).max()) + 8)
         error = _weight(tilt, self.interval, made.points) * rounding + _peak(tilt) * tail
-        top = sum(count * int(pmf.index[-1]) for pmf, count in active) * self.interval
+        top = sum(count * int(pmf.index[-1]) for pmf, count in zip(self._pmfs, counts, strict=True)) * self.interval
         return Composed(LossPMF(index, mass, infinity), self.interval, tilt, scale + math.log(error), drift, top)
 
-    def _tilts(self, counts: Sequence[int], delta: float) -> list[tuple[float, float]]:
+    def _tilts(self, counts: Sequence[int], delta: float, order: float | None = None) -> list[tuple[float, float]]:
         """Returns tilts, each with what may lie outside of its window, the best first.
 
-        Whatever is chosen here is valid. The first is the least that makes rounding negligible next to delta; where
-        single large losses matter, its window may be too long, and a lesser one has to do.
+        Whatever is chosen here is valid. Where epsilon is not known, the first is the least that should make rounding
+        negligible next to delta; where single large losses matter, its window may be too long, and a lesser one has to
+        do. Where it is known to be about ``order``, the first is the one that rounds least.
         """
         most = 1 << 22
         rounding = _NORM * 8 * _EPS * math.log2(most) * (sum(counts) + 2)
         sums = sum((n * log for n, log in zip(counts, self._log_moments, strict=True)), np.zeros_like(_TILTS))
         peaks = np.log([_peak(float(tilt)) for tilt in _TILTS])
         orders = (sums + peaks - math.log(delta)) / _TILTS
-        best = int(np.argmin(orders))
-        # Chernoff's bound on epsilon, less what it usually is above it.
-        order = max(0.0, float(orders[best]) - _LOOSE / float(_TILTS[best]))
-        found: list[tuple[float, float]] = []
+        best = _TILTS.size - 1
+        if order is None:
+            best = int(np.argmin(orders))
+            # Chernoff's bound on epsilon, less what it usually is above it.
+            guess = max(0.0, float(orders[best]) - _LOOSE / float(_TILTS[best]))
+        else:
+            guess = order
+        found: list[tuple[float, float, float]] = []
         for tilt, scale in zip([0.0, *_TILTS[: best + 1].tolist()], [0.0, *sums[: best + 1].tolist()], strict=True):
-            log_scale = scale - tilt * order
+            log_scale = scale - tilt * guess
             tail = math.log(_SHARE * delta) - log_scale - math.log(_peak(tilt))
-            found.append((tilt, math.exp(min(max(tail, math.log(_LEAST_TAIL)), math.log(_TAIL)))))
-            error = _weight(tilt, self.interval, most) * rounding
-            if log_scale + math.log(error) <= math.log(_ROUNDING_SHARE * delta):
+            log_error = log_scale + math.log(_weight(tilt, self.interval, most) * rounding)
+            found.append((tilt, math.exp(min(max(tail, math.log(_LEAST_TAIL)), math.log(_TAIL))), log_error))
+            if order is None and log_error <= math.log(_ROUNDING_SHARE * delta):
                 break
-        return found[::-1]
+        ranked = found[::-1] if order is None else sorted(found, key=lambda one: one[2])
+        return [(tilt, tail) for tilt, tail, _ in ranked]
 
     def _transforms(self, aims: Sequence[tuple[float, float]], counts: Sequence[int]) -> tuple[float, float, _Spectra]:
         """Returns the first tilt whose window fits, its tail, and the transforms."""

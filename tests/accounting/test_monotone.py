@@ -73,7 +73,7 @@ def test_a_larger_sketch_is_more_private(sigma: float, q: float, count: int, k: 
     assert ordered(upper(sigma, q, count, k * factor, delta), upper(sigma, q, count, k, delta))
 
 
-@few
+@settings(few, max_examples=15)
 @given(sigmas, rates, steps, dims, deltas)
 def test_the_envelope_costs_most_and_exact_norms_least(
     sigma: float, q: float, count: int, k: int, delta: float
@@ -83,7 +83,7 @@ def test_the_envelope_costs_most_and_exact_norms_least(
     assert ordered(upper(sigma, q, count, None, delta), best)
 
 
-@settings(few, max_examples=12)
+@settings(few, max_examples=8)
 @given(sigmas, rates, steps, st.sampled_from([None, 32, 128]), deltas)
 def test_the_three_numbers_are_in_order(sigma: float, q: float, count: int, k: int | None, delta: float) -> None:
     assume(upper(sigma, q, count, k, delta) <= LARGEST)

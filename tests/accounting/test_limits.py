@@ -83,7 +83,7 @@ def test_full_batches_at_the_ends_of_epsilon_and_delta(sigma: float, steps: int,
 @pytest.mark.parametrize(
     ("sigma", "q", "steps", "delta", "k"),
     [
-        (0.6, 1e-6, 10_000, 1e-9, 32),
+        (0.6, 1e-6, 1, 1e-10, 32),
         (1.0, 1e-6, 10, 1e-10, None),
         (0.5, 1e-6, 10_000_000, 1e-10, None),
         (0.5, 1.0, 1, 1e-10, 32),
