@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ok
 RUNS   ?= runs/quickstart
 WORKERS ?= 2
 
-.PHONY: help quickstart test lint bench clean
+.PHONY: help quickstart test lint bench figures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test         set up, then run the tests"
 	@echo "make lint         set up, then ruff and mypy"
 	@echo "make bench        set up, then print FLOPs and time of a private step as ratios to a non-private one"
+	@echo "make figures      set up, then draw the figures of docs/accounting.md again"
 	@echo "make clean        remove the environment and caches (runs/ stays: it holds ledgers)"
 
 $(STAMP): pyproject.toml constraints.txt requirements-quickstart.txt
@@ -49,6 +50,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/dprc bench step
+
+figures: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/figures/accounting.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

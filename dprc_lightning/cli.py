@@ -1,11 +1,14 @@
 """The ``dprc`` command: light commands that import no torch, and LightningCLI for fit, validate, test and predict."""
 
 import argparse
+import decimal
 import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dprc_lightning import __version__
@@ -23,6 +26,26 @@ training (dprc fit --help shows all settings):
   dprc fit --config configs/quickstart.yaml [--privacy.epsilon 2]
   dprc validate --config ... --ckpt_path RUN/checkpoints/....ckpt
 """
+
+
+_PLANNED = (8, 16, 32, 64, 128, 256, 512)
+
+_PLAN = """\
+For each sketch_dim k, and for exact norms: the noise that the target epsilon needs (or epsilon, where the noise is
+given), the FLOPs of the norms against those of the step, and their memory. No weights and no data are loaded.
+
+Picked is the smallest k whose noise (or epsilon) is within --tolerance percent of the least that any row within
+--max_flops and --max_memory has. Exact norms count as the largest k, and are picked wherever they cost no more.
+
+With --config, further settings of the file may follow as dprc fit takes them: --model.init_args.trainable_blocks 4.
+"""
+
+_PROJECTION = "distribution of the projection's entries: gaussian, or rademacher (random signs; not certified)"
+
+_BOUND = (
+    "which proof computes epsilon; training is the same. best: the smaller result of the two. convex: usually tighter, "
+    "proved from noise multipliers of 0.289 on. envelope: the paper's, for any noise. (rademacher has its own law)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +109,15 @@ def _light(arguments: list[str]) -> int:
     _mechanism(epsilon)
     epsilon.set_defaults(run=_epsilon)
 
+    plan = commands.add_parser(
+        "plan",
+        help="a table of sketch_dim against noise, memory and FLOPs for a model, and which one to take",
+        description=_PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _plan_arguments(plan)
+    plan.set_defaults(run=_plan)
+
     report = commands.add_parser("report", help="the report of a run")
     report.add_argument("run_dir", help="run folder")
     report.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help="other runs to put beside it")
@@ -143,47 +175,124 @@ def _light(arguments: list[str]) -> int:
     accounting.add_argument("--format", choices=("table", "json"), default="table")
     accounting.set_defaults(run=_bench_accounting)
 
-    options = parser.parse_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
     if options.command is None:
         parser.print_help()
         return 2
+    # Only a plan from a file takes all the settings that the file may have.
+    if overrides and not getattr(options, "config", None):
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    options.overrides = overrides
     return options.run(options)
 
 
+def _plan_arguments(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--config", action="append", metavar="FILE", help="settings of dprc fit; may be repeated")
+    plan.add_argument("--model", help="without --config: a folder with config.json, or a Hugging Face name")
+    plan.add_argument("--lora", type=int, metavar="RANK", help="with --model: train peft's LoRA on every linear layer")
+    plan.add_argument("--tokens", type=int, help="T of a record; default: the model's max_length")
+    plan.add_argument("--records", type=int, help="B, records of a micro-batch; default: physical_batch_size, or 1")
+    plan.add_argument("--num_records", type=int, help="N, where the settings do not fix it")
+    plan.add_argument("--sketch_dim", type=int, nargs="+", default=list(_PLANNED), metavar="K", help="k of each row")
+    plan.add_argument("--epsilon", type=float, help="target, to which the noise of each row is calibrated")
+    plan.add_argument("--noise_multiplier", type=float, help="instead: sigma, whose epsilon each row tells")
+    plan.add_argument("--delta", type=float, help="at most 1 / number of training records")
+    plan.add_argument("--sample_rate", type=float, help="q: probability of a record to be in a batch")
+    plan.add_argument("--steps", type=int, help="logical steps")
+    plan.add_argument("--estimator", choices=("auto", "hutchinson"), help="of the rows with a k")
+    plan.add_argument("--projection", help=_PROJECTION)
+    plan.add_argument("--bound", choices=("best", "convex", "envelope"), help=_BOUND)
+    plan.add_argument(
+        "--tolerance",
+        type=float,
+        default=2.0,
+        metavar="PERCENT",
+        help="how much more noise than the least of all rows is fine (default: 2)",
+    )
+    plan.add_argument(
+        "--max_flops",
+        type=float,
+        default=20.0,
+        metavar="PERCENT",
+        help="most that the norms may add to the step's (default: 20)",
+    )
+    plan.add_argument(
+        "--max_memory", type=float, default=2.0, metavar="GIB", help="most that P and the norms may take (default: 2)"
+    )
+    plan.add_argument("--format", choices=("table", "json"), default="table")
+
+
 def _mechanism(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--delta", type=float, required=True, help="at most 1 / number of training records")
+    parser.add_argument("--delta", type=float, required=True, help="choose it well below 1 / number of records")
+    parser.add_argument("--num_records", type=int, help="N: refuse a delta above 1 / N")
     parser.add_argument("--sample_rate", type=float, required=True, help="q: probability of a record to be in a batch")
     parser.add_argument("--steps", type=int, required=True, help="logical steps")
     parser.add_argument(
         "--sketch_dim", type=int, default=None, help="k, columns of the projection; exact norms without"
     )
-    parser.add_argument("--projection", default="gaussian", help="distribution of the projection's entries")
-    parser.add_argument("--bound", choices=("best", "convex", "envelope"), default="best", help="law of the clipping")
-    parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--projection", default="gaussian", help=f"{_PROJECTION} (default: gaussian)")
+    parser.add_argument(
+        "--bound", choices=("best", "convex", "envelope"), default="best", help=f"{_BOUND} (default: best)"
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    records = options.num_records
+    if records is not None and (records < 1 or not options.delta <= 1 / records):
+        raise InvalidArgumentError(
+            "--delta",
+            options.delta,
+            f"above 1 / num_records (--num_records {records}): it would allow to publish a record",
+        )
     names = ("delta", "sample_rate", "steps", "sketch_dim", "projection", "bound")
     return {name: getattr(options, name) for name in names}
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    from dprc_lightning.accounting import calibrate_noise_multiplier
+    from dprc_lightning.accounting import calibrate_noise_multiplier, epsilon
 
     settings = _settings(options)
     sigma = calibrate_noise_multiplier(epsilon=options.epsilon, **settings)
-    _show({"noise_multiplier": sigma, "epsilon": options.epsilon, **settings}, options.format)
+    bounds = epsilon(noise_multiplier=sigma, **settings)
+    found = {"noise_multiplier": sigma if options.format == "json" else _rounded_up(sigma), "epsilon": options.epsilon}
+    if options.sketch_dim is not None:
+        exact = calibrate_noise_multiplier(
+            epsilon=options.epsilon, **settings | {"sketch_dim": None, "projection": "gaussian"}
+        )
+        # What a larger sketch_dim could buy back, at most.
+        found["over_exact_norms"] = f"+{100 * (sigma / exact - 1):.1f} %"
+    found |= {
+        "epsilon_bounds": {"lower": bounds.lower, "estimate": bounds.estimate, "upper": bounds.upper},
+        "certified": bounds.certified,
+    }
+    _show(found, options.format, settings)
     return 0
 
 
 def _epsilon(options: argparse.Namespace) -> int:
-    from dprc_lightning.accounting import epsilon
+    from dprc_lightning.accounting import StepEvent, epsilon
 
     settings = _settings(options)
     bounds = epsilon(noise_multiplier=options.noise_multiplier, **settings)
-    found = {"lower": bounds.lower, "estimate": bounds.estimate, "upper": bounds.upper}
-    _show({"epsilon": found, "noise_multiplier": options.noise_multiplier, **settings}, options.format)
+    found: dict[str, Any] = {
+        "epsilon": {"lower": bounds.lower, "estimate": bounds.estimate, "upper": bounds.upper},
+        "certified": bounds.certified,
+    }
+    if math.isinf(bounds.upper):
+        from dprc_lightning.accounting.infinite import why_infinite
+
+        mechanism = (settings["sample_rate"], settings["sketch_dim"], settings["projection"], settings["bound"])
+        event = StepEvent(options.noise_multiplier, *mechanism)
+        found["reason"] = why_infinite([(event, options.steps)], options.delta)
+    _show(found, options.format, {"noise_multiplier": options.noise_multiplier, **settings})
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from dprc_lightning.plan.command import run
+
+    return run(options, options.overrides)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -322,13 +431,30 @@ def _bench_accounting(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(values: dict[str, Any], form: str) -> None:
+def _show(found: dict[str, Any], form: str, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """What was found in its own order, then the settings by name."""
     if form == "json":
-        print(json.dumps(values))
+        print(json.dumps(_finite({**found, **settings}), allow_nan=False))
         return
-    for name, value in values.items():
+    lines = []
+    for name, value in [*found.items(), *sorted(settings.items())]:
         for row, entry in value.items() if isinstance(value, dict) else [("", value)]:
-            print(f"{f'{name} {row}'.strip():<20} {'exact norms' if entry is None else entry}")
+            lines.append((f"{name} {row}".strip(), "exact norms" if entry is None else str(entry)))
+    width = max(len(name) for name, _ in lines)
+    for name, entry in lines:
+        print(f"{name:<{width}}  {entry}")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null says that there is no number."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rounded_up(sigma: float) -> str:
+    """Six digits, never less noise than was found."""
+    return format(decimal.Context(prec=6, rounding=decimal.ROUND_CEILING).create_decimal_from_float(sigma), "f")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from dprc_lightning.errors import ConfigurationError
+from dprc_lightning.errors import ConfigurationError, InvalidArgumentError
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class PrivacyConfig:
         max_grad_norm: C, the clipping threshold.
         estimator: How per-record norms are had: hutchinson, exact, or auto (small matrices, such as LoRA's, exactly).
         sketch_dim: k, columns of the projection. More cost more memory and time and need less noise.
-        projection: Distribution of the projection's entries.
+        projection: Distribution of the projection's entries: gaussian, or rademacher: random signs, kept as bits, a
+            thirty-second of the memory. They need more noise, and their epsilon is NOT CERTIFIED: the law that it rests
+            on is known on a grid only.
         bound: Which law of the randomized clipping is accounted: best, convex or envelope.
         norm_slack: By how much of itself a norm may come out too small; the clipping threshold is lowered by it, so
             that the guarantee holds all the same. Default: 0 in float32, 2^-8 where layers run in bfloat16.
@@ -63,7 +65,7 @@ class PrivacyConfig:
     max_grad_norm: float = 1.0
     estimator: Literal["auto", "exact", "hutchinson"] = "auto"
     sketch_dim: int = 32
-    projection: Literal["gaussian"] = "gaussian"
+    projection: Literal["gaussian", "rademacher"] = "gaussian"
     bound: Literal["best", "convex", "envelope"] = "best"
     norm_slack: float | None = None
     on_nonfinite: Literal["raise", "drop"] = "raise"
@@ -104,7 +106,9 @@ class PrivacyConfig:
         sigma = 0.0
         if not self.baseline_without_privacy:
             known = calibrated if self.noise_multiplier is None else self.noise_multiplier
-            sigma = self._calibrate(rate, steps + self.crash_allowance, sketch_dim) if known is None else known
+            budget = steps + self.crash_allowance
+            self._refuse_signs_without_use(sketch_dim, known, rate, budget)
+            sigma = self._calibrate(rate, budget, sketch_dim) if known is None else known
         return ResolvedPrivacy(
             noise_multiplier=sigma,
             max_grad_norm=self.max_grad_norm,
@@ -137,6 +141,33 @@ class PrivacyConfig:
             bound=self.bound,
         )
 
+    def _refuse_signs_without_use(self, sketch_dim: int | None, sigma: float | None, rate: float, steps: int) -> None:
+        """What of projection=rademacher can be known once the model is attached.
+
+        Args:
+            sketch_dim: k; None if nothing is sketched.
+            sigma: The noise multiplier; None if it is to be calibrated, which refuses by itself.
+            rate: q.
+            steps: The budget.
+
+        Raises:
+            ConfigurationError: Nothing is sketched, or no finite epsilon could be given.
+        """
+        if self.projection != "rademacher":
+            return
+        if sketch_dim is None:
+            raise ConfigurationError([
+                f"privacy.projection=rademacher: with privacy.estimator={self.estimator} every norm of this model is "
+                "exact and nothing is projected; leave privacy.projection out"
+            ])
+        if sigma is not None:
+            from dprc_lightning.accounting.rademacher import require_enough_columns
+
+            try:
+                require_enough_columns(sketch_dim, sigma, rate, steps, self.delta)
+            except InvalidArgumentError as error:
+                raise ConfigurationError([f"privacy.{error}"]) from None
+
     def problems(self, num_records: int) -> list[str]:
         """Everything that is wrong with these settings.
 
@@ -163,6 +194,8 @@ class PrivacyConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 found.append(f"privacy.{name}={value}: expected an integer >= {least}")
+        if refused := _refused_projection(self.projection, self.bound):
+            found.append(f"privacy.{refused}")
         if self.group_column is not None and not self.group_column:
             found.append("privacy.group_column='': expected the name of a column, or null for records as units")
         if self.norm_slack is not None and not 0 <= self.norm_slack < 1:
@@ -297,6 +330,16 @@ class PerformanceConfig:
 def _given(value: float | None) -> float:
     assert value is not None, "checked by PrivacyConfig.problems"
     return value
+
+
+def _refused_projection(projection: str, bound: str) -> str | None:
+    from dprc_lightning.accounting.events import StepEvent
+
+    try:
+        StepEvent(1.0, 1.0, sketch_dim=1, projection=projection, bound=bound)
+    except InvalidArgumentError as error:
+        return str(error)
+    return None
 
 
 def _exactly_one(name_a: str, a: float | None, name_b: str, b: float | None) -> list[str]:

@@ -254,10 +254,10 @@ def run(arguments: Sequence[str]) -> None:
     """
     # Nothing here needs a hub; a run that uses one sets it to 0.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    # As with `python -m`: classes of one's own are named from the folder that one works in. Last, so that it hides
-    # nothing.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    # As with `python -m`: classes of one's own are named from the folder that one works in. First, because some
+    # packages bring a top-level `examples` or `benchmarks`, which would hide them.
+    if sys.path[:1] not in ([os.getcwd()], [""]):
+        sys.path.insert(0, os.getcwd())
     for message in _ADVICE:
         warnings.filterwarnings("ignore", message)
     # dprc dispatches before Lightning parses; it warns of a difference between the two that cannot be there.

@@ -68,6 +68,7 @@ def _metadata(report: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
         "differential_privacy": {
             "epsilon": float(epsilon["upper"]),
             "delta": epsilon["delta"],
+            "certified": report["certified"],
             "unit": report["unit"],
             "neighboring_relation": report["neighboring_relation"],
             "phases": [
@@ -77,6 +78,7 @@ def _metadata(report: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
             "sample_rate": m["sample_rate"],
             "steps": report["steps"],
             "sketch_dim": m["sketch_dim"],
+            "projection": m["projection"],
         },
     }
 
@@ -86,7 +88,9 @@ def _mechanism(report: Mapping[str, Any]) -> Section:
         said = "Nothing protects the training data: the weights may reveal it."
         return Section("What that means", [Paragraph(said)])
     m = report["mechanism"]
-    kind = "exact per-record norms" if m["sketch_dim"] is None else f"norms sketched with k = {m['sketch_dim']}"
+    kind = "exact per-record norms"
+    if m["sketch_dim"] is not None:
+        kind = f"norms sketched with k = {m['sketch_dim']} (projection {m['projection']})"
     lines = [
         "DP-SGD with randomized clipping (arXiv 2605.24879)",
         f"{report['sampling']} sampling at q = {m['sample_rate']:.5f} of N = {m['num_records']}, clipping at C = "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,11 +50,45 @@ def test_the_table_names_everything(capsys):
         assert part in out
 
 
+def test_calibrate_tells_all_three_numbers(capsys):
+    target = ["calibrate", "--epsilon", "0.7", *MECHANISM]
+    assert main([*target, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    bounds = found["epsilon_bounds"]
+    assert 0.69 < bounds["lower"] <= bounds["estimate"] <= bounds["upper"] <= found["epsilon"] == 0.7
+    assert found["certified"] is True
+    # The same numbers for who asks the other way round.
+    assert main(["epsilon", "--noise_multiplier", str(found["noise_multiplier"]), *MECHANISM, "--format", "json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["epsilon"] == bounds and again["certified"] is True
+
+
+def test_what_is_not_certified_says_so(capsys):
+    arguments = ["epsilon", "--noise_multiplier", "6", *MECHANISM, "--projection", "rademacher", "--format", "json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["certified"] is False
+
+
+def test_the_table_is_aligned_and_sorted(capsys):
+    assert main(["epsilon", "--noise_multiplier", "4.35", *MECHANISM]) == 0
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert all(len(line) == 2 for line in lines)
+    names = [name for name, _ in lines]
+    assert names[:4] == ["epsilon lower", "epsilon estimate", "epsilon upper", "certified"]
+    assert names[4:] == sorted(names[4:]) and "noise_multiplier" in names
+
+
+def test_help_says_what_best_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    assert "best: the smaller" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
         (["calibrate", "--epsilon", "-1", *MECHANISM], "epsilon=-1"),
-        (["calibrate", "--epsilon", "1", *MECHANISM, "--projection", "rademacher"], "projection='rademacher'"),
+        (["calibrate", "--epsilon", "1", *MECHANISM, "--projection", "countsketch"], "projection='countsketch'"),
         (["epsilon", "--noise_multiplier", "nan", *MECHANISM], "noise_multiplier=nan"),
         (["epsilon", "--noise_multiplier", "1", *MECHANISM, "--sample_rate", "1.5"], "sample_rate=1.5"),
         (["report", "/nowhere"], "/nowhere/report.json: not found"),

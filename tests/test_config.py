@@ -47,6 +47,9 @@ def test_batch_size_epochs_and_noise_are_scaled_by_constants():
         ({"delta": 0.0}, "privacy.delta=0.0"),
         ({"steps": 0}, "privacy.steps=0"),
         ({"sketch_dim": 0}, "privacy.sketch_dim=0"),
+        ({"projection": "countsketch"}, r"privacy.projection='countsketch': .*\(1, 1\) / sqrt\(2\)"),
+        ({"projection": "haar"}, "privacy.projection='haar'"),
+        ({"projection": "rademacher", "bound": "envelope"}, "privacy.bound='envelope'"),
     ],
 )
 def test_problems_are_named(changes, part):
@@ -67,3 +70,21 @@ def test_performance_settings():
     assert len(PerformanceConfig(physical_batch_size=0, max_tokens=-1, num_workers=-1).problems()) == 3
     (neither,) = PerformanceConfig(physical_batch_size=None).problems()
     assert "performance.max_tokens" in neither
+
+
+def test_random_signs_must_have_a_use():
+    """An exact norm is not projected, and where too few columns leave no finite epsilon a run must not begin."""
+    signs = {"projection": "rademacher", "noise_multiplier": 2.0, "epsilon": None}
+    assert config(**signs).resolve(1000, sketch_dim=64).projection == "rademacher"
+    with pytest.raises(ConfigurationError, match="estimator=auto every norm of this model is exact"):
+        config(**signs, estimator="auto").resolve(1000, sketch_dim=None)
+    with pytest.raises(ConfigurationError, match=r"privacy.sketch_dim=4: too few columns .* raise sketch_dim"):
+        config(**signs).resolve(1000, sketch_dim=4)
+
+
+def test_random_signs_are_calibrated_by_their_own_law():
+    changes = {"projection": "rademacher", "sketch_dim": 64}
+    resolved = config(**changes).resolve(1000, sketch_dim=64)
+    mechanism = {"delta": 1e-5, "sample_rate": 0.05, "steps": 50, "sketch_dim": 64, "projection": "rademacher"}
+    assert 1.98 < epsilon(noise_multiplier=resolved.noise_multiplier, **mechanism).upper <= 2.0
+    assert resolved.noise_multiplier > config().resolve(1000, sketch_dim=64).noise_multiplier

@@ -32,12 +32,12 @@ SHORT = "--privacy.steps 2 --privacy.expected_batch_size 8 --data.init_args.size
 def test_the_readme_has_what_is_tested_here():
     assert COMMANDS[:2] == ["make quickstart", "make test"]
     assert {line.split()[1] for line in COMMANDS if line.startswith("dprc")} == {
-        "--help", "calibrate", "epsilon", "fit", "validate", "report", "export", "bench",
+        "--help", "calibrate", "epsilon", "plan", "fit", "validate", "report", "export", "bench",
     }  # fmt: skip
     assert len(EXAMPLES) == 3
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "bench", "clean"])
+@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "bench", "figures", "clean"])
 def test_make_targets_exist(target):
     """CI runs `make lint`, `make test` and `make quickstart` for real, in a fresh environment."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
@@ -61,7 +61,9 @@ def run(command: str, cwd: Path = ROOT) -> str:
 
 
 # CI runs the make targets for real; what needs a run is below.
-LIGHT = [c for c in COMMANDS if c.startswith("dprc") and "RUN" not in c and not c.startswith("dprc fit")]
+NEEDS_MORE = ("dprc fit", "dprc plan")
+LIGHT = [c for c in COMMANDS if c.startswith("dprc") and "RUN" not in c and not c.startswith(NEEDS_MORE)]
+PLANS = [c for c in COMMANDS if c.startswith("dprc plan")]
 
 
 @pytest.mark.parametrize("command", LIGHT)
@@ -71,6 +73,22 @@ def test_light_commands(command):
         given = next(words for words in short if words in command)
         command = command.replace(given, short[given])
     assert run(command)
+
+
+def test_a_plan_for_a_folder_with_a_configuration():
+    """Llama-3.2-1B by its numbers, with one of the rows."""
+    (command,) = [c for c in PLANS if "--model" in c]
+    out = run(f"{command} --sketch_dim 64")
+    # As the README shows them.
+    for line in out.splitlines():
+        if line.split()[:1] in (["64"], ["exact"]):
+            assert re.sub(" +", " ", line.strip()) in re.sub(" +", " ", README)
+
+
+@pytest.mark.data
+def test_a_plan_for_the_quickstart():
+    (command,) = [c for c in PLANS if "--config" in c]
+    assert "pick: " in run(f"{command} --sketch_dim 64")
 
 
 @pytest.mark.data

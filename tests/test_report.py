@@ -47,7 +47,10 @@ class TestBounds:
         found = bounds([(event(), 20)], 1e-4, 1000)
         pld = privacy_loss_distribution.from_gaussian_mechanism(1.0, sampling_prob=0.1).self_compose(20)
         for row in [*found["epsilon_at"], found["epsilon"]]:
-            assert row["upper"] == pytest.approx(pld.get_epsilon_for_delta(row["delta"]), rel=2e-3), row
+            expected = pld.get_epsilon_for_delta(row["delta"])
+            # Theirs is a bound as well, from above; ours may lie on either side of it by the grid's width.
+            assert row["upper"] == pytest.approx(expected, rel=2e-3), row
+            assert 0.99 * expected < row["lower"] <= row["estimate"] <= row["upper"], row
         assert [row["delta"] for row in found["epsilon_at"]] == [1e-5, 1e-6]
 
     def test_directions(self):
@@ -289,7 +292,9 @@ class TestRuns:
         trainer(tmp_path).fit(ToyModule(privacy(crash_allowance=2)), datamodule=ToyData())
         said = capsys.readouterr().out
         upper = epsilon(noise_multiplier=1.0, delta=1e-3, sample_rate=0.25, steps=6).upper
-        assert f"epsilon <= {upper:.4f} at delta 0.001 for one training record" in said
+        (told,) = re.findall(r"epsilon <= (\d+\.\d{4}) at delta 0\.001 for one training record", said)
+        # Composed once by the lookup of the run and once by the accountant.
+        assert abs(float(told) - upper) < 2e-4
         assert "budget 6 steps: 2 of them" in said
 
     def test_resumed_and_discarded(self, tmp_path):

@@ -12,25 +12,31 @@ Adjacency is add/remove one record under Poisson sampling. No module here import
 
 from typing import TYPE_CHECKING, Any
 
-from dprc_lightning.accounting.accountant import Accountant, EpsilonBounds, epsilon, epsilon_schedule
+from dprc_lightning.accounting.accountant import Accountant, EpsilonBounds, epsilon, epsilon_schedule, tradeoff_function
 from dprc_lightning.accounting.calibration import calibrate_noise_multiplier
 from dprc_lightning.accounting.envelope import envelope_cdf
 from dprc_lightning.accounting.events import StepEvent
-from dprc_lightning.accounting.law import SensitivityLaw
+from dprc_lightning.accounting.law import Order, SensitivityLaw
 
 if TYPE_CHECKING:
+    from dprc_lightning.accounting.interop import RandomizedClippingAccountant as RandomizedClippingAccountant
+    from dprc_lightning.accounting.interop import RandomizedClippingDpEvent as RandomizedClippingDpEvent
     from dprc_lightning.accounting.ledger import Ledger as Ledger
 
 __all__ = [
     "Accountant",
     "EpsilonBounds",
     "Ledger",
+    "Order",
+    "RandomizedClippingAccountant",
+    "RandomizedClippingDpEvent",
     "SensitivityLaw",
     "StepEvent",
     "calibrate_noise_multiplier",
     "envelope_cdf",
     "epsilon",
     "epsilon_schedule",
+    "tradeoff_function",
 ]
 
 
@@ -39,4 +45,9 @@ def __getattr__(name: str) -> Any:
         from dprc_lightning.accounting.ledger import Ledger
 
         return Ledger
+    if name in {"RandomizedClippingAccountant", "RandomizedClippingDpEvent"}:
+        # Imports dp_accounting, which takes a second.
+        from dprc_lightning.accounting import interop
+
+        return getattr(interop, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

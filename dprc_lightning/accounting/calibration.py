@@ -7,6 +7,9 @@ from dprc_lightning.accounting import _validation
 from dprc_lightning.accounting.accountant import Accountant, upper_bounds
 from dprc_lightning.accounting.events import StepEvent, validate_delta, validate_steps
 from dprc_lightning.accounting.grid import COARSE, FINE, Resolution
+from dprc_lightning.accounting.infinite import why_infinite
+from dprc_lightning.accounting.privacy_loss import UpperBound
+from dprc_lightning.accounting.rademacher import require_enough_columns
 from dprc_lightning.accounting.slack import CONVEX_MIN_NOISE_MULTIPLIER
 from dprc_lightning.errors import AccountingResourceError, CalibrationError
 
@@ -71,7 +74,7 @@ def calibrate_noise_multiplier(
         sample_rate: q in (0, 1].
         steps: Number of logical steps, >= 1; with ``spent``, of further ones.
         sketch_dim: k >= 1; None: exact clipping.
-        projection: Only "gaussian".
+        projection: "gaussian", or "rademacher", which is not certified.
         bound: "best", "convex" or "envelope".
         spent: Steps that count already, with their number, as a ledger has them.
 
@@ -85,6 +88,10 @@ def calibrate_noise_multiplier(
     target = _validation.positive_float("epsilon", epsilon)
     delta, steps = validate_delta(delta), validate_steps(steps, minimum=1)
     smallest = CONVEX_MIN_NOISE_MULTIPLIER * (1 + 1e-12) if bound == "convex" and sketch_dim is not None else _SMALLEST
+    event = StepEvent(1.0, sample_rate, sketch_dim, projection, bound)
+    if event.projection == "rademacher" and event.sketch_dim is not None:
+        # Where a norm is missed too often no noise helps: said at once, and not after a search.
+        require_enough_columns(event.sketch_dim, _LARGEST, event.sample_rate, steps, delta)
     before = Accountant(spent)
     rough, after = COARSE, ""
     if before.steps:
@@ -99,17 +106,36 @@ def calibrate_noise_multiplier(
             rough = FINE
         after = f" after {before.steps} spent steps of epsilon {already:.4f}"
 
-    def upper(sigma: float, resolution: Resolution, certified: bool = False) -> float:
-        event = StepEvent(sigma, sample_rate, sketch_dim, projection, bound)
-        history = Accountant([*before.history, (event, steps)]).history
-        try:
-            bounds = upper_bounds(history, delta, resolution)
-            return min(b.epsilon() if certified else b.fast_epsilon(b.composers()) for b in bounds)
-        except AccountingResourceError:
-            # So much loss that no grid holds it; the search has to go on at larger noise.
-            return math.inf
+    known: dict[tuple[float, Resolution], float] = {}
+    kept: list[tuple[float, list[UpperBound]]] = []
 
-    low, high = _bracket(lambda sigma: upper(sigma, rough), target, smallest, after)
+    def bounds_for(sigma: float, resolution: Resolution) -> list[UpperBound]:
+        event = StepEvent(sigma, sample_rate, sketch_dim, projection, bound)
+        return list(upper_bounds(Accountant([*before.history, (event, steps)]).history, delta, resolution))
+
+    def upper(sigma: float, resolution: Resolution) -> float:
+        if (sigma, resolution) not in known:
+            try:
+                bounds = bounds_for(sigma, resolution)
+                value = min(b.fast_epsilon(b.composers()) for b in bounds)
+            except AccountingResourceError:
+                # So much loss that no grid holds it; the search has to go on at larger noise.
+                value = math.inf
+            if resolution is FINE and value <= target:
+                # What is certified in the end is the last that meets the target.
+                kept[:] = [(sigma, bounds)]
+            known[sigma, resolution] = value
+        return known[sigma, resolution]
+
+    def certified(sigma: float) -> float:
+        bounds = kept[0][1] if kept and kept[0][0] == sigma else bounds_for(sigma, FINE)
+        return min(b.epsilon() for b in bounds)
+
+    def why() -> str:
+        event = StepEvent(_LARGEST, sample_rate, sketch_dim, projection, bound)
+        return why_infinite(Accountant([*before.history, (event, steps)]).history, delta)
+
+    low, high = _bracket(lambda sigma: upper(sigma, rough), target, smallest, after, why)
     low, high = _narrow(lambda sigma: upper(sigma, rough), target, low, high, 1e-3)
     # The finer bound is smaller: its root lies at or just below the coarse one, and further below where little is left.
     low, factor = max(smallest, low * 0.997), 0.98
@@ -120,7 +146,7 @@ def calibrate_noise_multiplier(
     else:
         high = low
     for _ in range(50):
-        if upper(high, FINE, certified=True) <= target:
+        if certified(high) <= target:
             return high
         high *= 1 + _TOLERANCE
     raise CalibrationError(
@@ -129,7 +155,9 @@ def calibrate_noise_multiplier(
     )
 
 
-def _bracket(upper: Callable[[float], float], target: float, smallest: float, after: str) -> tuple[float, float]:
+def _bracket(
+    upper: Callable[[float], float], target: float, smallest: float, after: str, why: Callable[[], str]
+) -> tuple[float, float]:
     """Returns a pair of noise multipliers, the first missing the target and the second meeting it.
 
     Raises:
@@ -137,6 +165,8 @@ def _bracket(upper: Callable[[float], float], target: float, smallest: float, af
     """
     high = max(1.0, smallest)
     if upper(high) > target:
+        if math.isinf(upper(high)) and math.isinf(upper(_LARGEST)):
+            raise CalibrationError(f"epsilon={target!r}: no finite epsilon can be certified{after}: {why()}")
         while True:
             low, high = high, 2 * high
             if high > _LARGEST:

@@ -85,6 +85,9 @@ def upper_nodes(law: SensitivityLaw, noise_multiplier: float, sliver: float, bin
     Returns:
         The law; its masses and ``infinity`` add up to one.
     """
+    if sliver + law.mass_at_infinity >= 1.0 - _UPPER_TAIL:
+        # Nothing is left to cut into bins.
+        return Nodes(np.ones(1), np.zeros(1), 1.0)
     edges, convex_from = _edges(law, noise_multiplier, sliver, bins)
     mass, mean = law.bins(edges)
     low, high = edges[:-1], edges[1:]
@@ -96,13 +99,17 @@ def upper_nodes(law: SensitivityLaw, noise_multiplier: float, sliver: float, bin
     weights[:-1] += mass * (1.0 - far)
     weights[1:] += mass * far
     infinity = float(law.cdf(edges[0]))
-    weights[-1] += max(0.0, 1.0 - infinity - weights.sum())
+    weights[-1] += max(0.0, 1.0 - float(law.cdf(edges[-1])))
+    # What is then still missing, by rounding or by a law that forgets some of its mass, counts against the law.
+    infinity += max(0.0, 1.0 - infinity - float(weights.sum()))
     keep = weights > 0
     return Nodes(1.0 / np.sqrt(edges[keep]), weights[keep], infinity)
 
 
 def lower_nodes(law: SensitivityLaw, noise_multiplier: float, sliver: float, bins: int) -> Nodes:
     """A discrete law whose hockey-stick average is at most that of ``law``, for every order >= 0.
+
+    The negative orders of one direction are the positive ones of the other (`divergence`).
 
     Args:
         law: The law of w.
@@ -113,6 +120,8 @@ def lower_nodes(law: SensitivityLaw, noise_multiplier: float, sliver: float, bin
     Returns:
         The law; its masses add up to at most one: what is left out counts as Z = 0.
     """
+    if sliver + law.mass_at_infinity >= 1.0 - _UPPER_TAIL:
+        return Nodes(np.ones(1), np.zeros(1))
     edges, convex_from = _edges(law, noise_multiplier, sliver, bins)
     mass, mean = law.bins(edges)
     low, high = edges[:-1], edges[1:]

@@ -19,12 +19,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import special
 
 from dprc_lightning.accounting import _validation
 from dprc_lightning.accounting.law import FloatArray, GaussianEnvelopeLaw
-from dprc_lightning.errors import InvalidArgumentError
 
 _PANELS, _PANEL_NODES = 24, 32
 _SCAN = 96
@@ -53,10 +52,9 @@ def envelope_cdf(t: ArrayLike, k: int, d: int | None = None) -> Any:
         InvalidArgumentError: If k or d is no integer >= 1 or t holds a NaN.
     """
     k = _validation.integer("k", k, 1)
-    values: NDArray[np.float64] = np.asarray(t, dtype=np.float64)
-    if np.isnan(values).any():
-        raise InvalidArgumentError("t", t, "must not be NaN")
-    clipped = np.maximum(values, 0.0)
+    values = _validation.numbers("t", t, "must be a number or an array of numbers, not NaN")
+    # From 1e6 on every probability is one.
+    clipped = np.clip(values, 0.0, 1e6)
     if d is None:
         out: FloatArray = np.asarray(GaussianEnvelopeLaw(k).cdf(clipped))
         return float(out) if out.ndim == 0 else out

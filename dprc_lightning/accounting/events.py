@@ -6,20 +6,29 @@ from numbers import Real
 from typing import Any
 
 from dprc_lightning.accounting import _validation
-from dprc_lightning.accounting.law import ExactLaw, GaussianConvexLaw, GaussianEnvelopeLaw, SensitivityLaw
+from dprc_lightning.accounting.law import (
+    EnvelopeOfLaw,
+    ExactLaw,
+    GaussianConvexLaw,
+    GaussianEnvelopeLaw,
+    Order,
+    SensitivityLaw,
+)
+from dprc_lightning.accounting.own_law import require_law
+from dprc_lightning.accounting.rademacher import RademacherLaw, SignPairLaw
 from dprc_lightning.accounting.slack import CONVEX_MIN_NOISE_MULTIPLIER
 from dprc_lightning.errors import InvalidArgumentError
 
+PROJECTIONS = ("gaussian", "rademacher")
 BOUNDS = ("best", "convex", "envelope")
 ESTIMATORS = ("hutchinson", "hutchpp")
 ADD_OR_REMOVE_ONE = "add_or_remove_one"
 
-_NO_PROJECTION = {
-    "rademacher": "is not certified (its worst case is known on a grid only) and not available in this release; "
-    "use 'gaussian'",
-    "countsketch": "cannot be certified: a sparse hash maps (1, 1) / sqrt(2) to zero with probability "
-    "1 / (2 sketch_dim); use 'gaussian'",
-}
+_SPARSE = (
+    "cannot be certified: a sparse hash maps (1, 1) / sqrt(2) to zero with probability 1 / (2 sketch_dim); "
+    "use 'gaussian'"
+)
+_NO_PROJECTION = {"countsketch": _SPARSE, "count_sketch": _SPARSE, "sparse": _SPARSE}
 
 
 @dataclass(frozen=True)
@@ -37,17 +46,19 @@ class StepEvent:
     * the factor never exceeds max_grad_norm / n_hat, and a record without gradient adds nothing;
     * noise of standard deviation ``noise_multiplier * max_grad_norm`` is added once to the sum.
 
+    Where `certified` is False they hold only as far as the law of the estimator does.
 
     Attributes:
         noise_multiplier: sigma > 0: standard deviation of the noise on the sum over the clipping norm.
         sample_rate: q in (0, 1]: the probability with which each record is drawn.
         sketch_dim: k >= 1, the number of columns really drawn; None: every norm is exact.
-        projection: Only "gaussian" is certified.
+        projection: Distribution of the projection's entries: "gaussian", or "rademacher" (signs, one bit each), whose
+            law is not certified (`dprc_lightning.accounting.rademacher`) and needs more columns or more noise.
         bound: "convex" is tighter and proved for noise_multiplier >= 12^(-1/2); "envelope" is the paper's; "best" is
-            the smaller of the two.
+            the smaller of the two. A Rademacher sketch has only the convex order.
         estimator: "hutchinson", or "hutchpp" with ``sketch_dim`` columns in its head and as many, independent of them,
             in its tail: the upper bound is the same, but a rank-one gradient is captured exactly, so that the lower
-            bound is that of exact norms.
+            bound is that of exact norms. Proved for a Gaussian projection only.
         norm_slack: Largest relative under-estimate of a norm by arithmetic, in [0, 1): it multiplies Z by
             1 / (1 - norm_slack). 0 for norms accumulated in float32 and floored.
         neighboring_relation: Only "add_or_remove_one" is covered.
@@ -71,20 +82,23 @@ class StepEvent:
             InvalidArgumentError: If a value cannot be used; it names the field.
         """
         store = object.__setattr__  # the dataclass is frozen
-        store(self, "noise_multiplier", _validation.positive_float("noise_multiplier", self.noise_multiplier))
+        store(self, "noise_multiplier", _validation.noise_multiplier("noise_multiplier", self.noise_multiplier))
         store(self, "sample_rate", _validation.sampling_rate("sample_rate", self.sample_rate))
         if self.sketch_dim is not None:
             store(self, "sketch_dim", _validation.integer("sketch_dim", self.sketch_dim, 1))
-        if self.projection != "gaussian":
-            remedy = "is not certified and not available in this release; use 'gaussian'"
+        if not isinstance(self.projection, str) or self.projection not in PROJECTIONS:
+            remedy = "its law is not known; use 'gaussian' or 'rademacher'"
             raise InvalidArgumentError("projection", self.projection, _NO_PROJECTION.get(str(self.projection), remedy))
         _validation.choice("bound", self.bound, BOUNDS)
         _validation.choice("estimator", self.estimator, ESTIMATORS)
+        if self.projection == "rademacher":
+            self._validate_rademacher()
         slack = self.norm_slack
         if isinstance(slack, bool) or not isinstance(slack, Real) or not 0 <= float(slack) < 1:
             raise InvalidArgumentError("norm_slack", slack, "must lie in [0, 1)")
         store(self, "norm_slack", float(slack))
-        if self.neighboring_relation != ADD_OR_REMOVE_ONE:
+        relation = self.neighboring_relation
+        if not isinstance(relation, str) or relation != ADD_OR_REMOVE_ONE:
             raise InvalidArgumentError(
                 "neighboring_relation",
                 self.neighboring_relation,
@@ -92,17 +106,36 @@ class StepEvent:
                 "privacy also multiplies delta)",
             )
         if self.law is not None:
-            if not isinstance(self.law, SensitivityLaw):
-                raise InvalidArgumentError("law", self.law, "must be a SensitivityLaw")
+            require_law("law", self.law)
             if self.sketch_dim is not None:
                 raise InvalidArgumentError("law", self.law, "give either a law or sketch_dim, not both")
-        if self.bound == "convex" and self.sketch_dim is not None and not self.convex_is_proved:
+            if self.bound == "envelope" and self.law.order is Order.CONVEX_ALONE:
+                remedy = "a law in convex order alone bounds no probability; use bound='best' or 'convex'"
+                raise InvalidArgumentError("bound", self.bound, remedy)
+        if self.bound == "convex" and self.convex_law().order is Order.CONVEX and not self.convex_is_proved:
             raise InvalidArgumentError(
                 "noise_multiplier",
                 self.noise_multiplier,
                 f"bound='convex' is proved from {CONVEX_MIN_NOISE_MULTIPLIER:.4f} on (norm_slack included); "
                 "use bound='best' or 'envelope'",
             )
+
+    def _validate_rademacher(self) -> None:
+        if self.sketch_dim is None and self.law is None:
+            remedy = "needs a sketch: give sketch_dim, or use projection='gaussian' for exact norms"
+            raise InvalidArgumentError("projection", self.projection, remedy)
+        if self.bound == "envelope":
+            remedy = "projection='rademacher' has no envelope, only its convex order; use bound='best' or 'convex'"
+            raise InvalidArgumentError("bound", self.bound, remedy)
+        if self.estimator == "hutchpp":
+            # Its head's share of the norm depends on the projection; with signs no law was proved for what is left.
+            remedy = "is proved for projection='gaussian' only; use it, or estimator='hutchinson'"
+            raise InvalidArgumentError("estimator", self.estimator, remedy)
+
+    @property
+    def certified(self) -> bool:
+        """Whether the law of the estimator is proved: not for a Rademacher sketch, nor for a law that says so."""
+        return self.convex_law().certified
 
     @property
     def effective_noise_multiplier(self) -> float:
@@ -118,19 +151,25 @@ class StepEvent:
         """Returns the tightest law of the estimator: the one in convex order, where there is a sketch."""
         if self.law is not None:
             return self.law
-        return ExactLaw() if self.sketch_dim is None else GaussianConvexLaw(self.sketch_dim)
+        if self.sketch_dim is None:
+            return ExactLaw()
+        return RademacherLaw(self.sketch_dim) if self.projection == "rademacher" else GaussianConvexLaw(self.sketch_dim)
 
     def envelope_law(self) -> SensitivityLaw:
-        """Returns the law in stochastic order."""
+        """Returns the law in stochastic order; where there is none, for Rademacher, the same as `convex_law`."""
         if self.law is not None:
-            return self.law
-        return ExactLaw() if self.sketch_dim is None else GaussianEnvelopeLaw(self.sketch_dim)
+            return EnvelopeOfLaw(self.law) if self.law.order is Order.CONVEX else self.law
+        if self.sketch_dim is None or self.projection == "rademacher":
+            return self.convex_law()
+        return GaussianEnvelopeLaw(self.sketch_dim)
 
     def attained_law(self) -> SensitivityLaw | None:
         """Returns a law that some record's gradient really meets, for the lower bound; None if none is known."""
         if self.law is not None:
             return self.law if self.law.attained else None
-        return ExactLaw() if self.sketch_dim is None or self.estimator == "hutchpp" else self.convex_law()
+        if self.sketch_dim is None or self.estimator == "hutchpp":
+            return ExactLaw()
+        return SignPairLaw(self.sketch_dim) if self.projection == "rademacher" else GaussianConvexLaw(self.sketch_dim)
 
     def to_dict(self) -> dict[str, Any]:
         """The event as plain JSON values, for the ledger.

@@ -27,7 +27,7 @@ FloatArray = NDArray[np.float64]
 class Order(enum.Enum):
     """The sense in which a law dominates what any record can meet.
 
-    An enum, because the two senses are accounted for by different proofs: a third needs its own.
+    An enum, because each sense is accounted for by a proof of its own: a further one needs its own.
     """
 
     STOCHASTIC = "stochastic"
@@ -37,6 +37,11 @@ class Order(enum.Enum):
     """The law has mean one, ``E f(n_hat^2 / ||g||^2) <= E f(w)`` for every record and every convex f, and the
     stochastic bound above holds for t < 1. Pays the slack of `dprc_lightning.accounting.slack`."""
 
+    CONVEX_ALONE = "convex_alone"
+    """``E f(n_hat^2 / ||g||^2) <= E f(w)`` for every record and every convex nonincreasing f; the law's mean may be
+    smaller than one, and nothing is known about P(n_hat^2 / ||g||^2 <= t). Its mass below 1 / (12 sigma^2) counts as
+    Z = infinity, and it pays a larger slack (`dprc_lightning.accounting.slack`)."""
+
 
 class SensitivityLaw(abc.ABC):
     r"""A law of ``w = 1 / Z^2``, where ``C * Z`` bounds what one record adds to the sum of a step.
@@ -44,9 +49,10 @@ class SensitivityLaw(abc.ABC):
     Guarantee: the accountant's upper bounds hold for a mechanism if, for every record and given everything that is
     revealed about the estimator, the law dominates ``n_hat^2 / ||g||^2`` in the declared `order`, and the estimator's
     randomness is fresh at each step and independent of parameters, batch and noise. That is for the author of the law
-    to prove; ``certified = True`` says that it was proved rather than observed.
+    to prove; ``certified = True`` says that it was proved rather than observed, and reaches the accountant's answers.
 
-    A subclass must define `cdf`. It should define `bins` if it knows means, which makes the bounds tighter.
+    A subclass must define `cdf`. It should define `bins` if it knows means, which makes the bounds tighter. Give it to
+    a `StepEvent`, which looks for contradictions in it (`dprc_lightning.accounting.own_law`).
 
     Attributes:
         order: The sense of domination.
@@ -199,8 +205,44 @@ class GaussianEnvelopeLaw(SensitivityLaw):
     def bins(self, edges: FloatArray) -> tuple[FloatArray, FloatArray | None]:
         """Returns masses and means: those of the chi-square below one, and the atom at one."""
         mass, mean = GaussianConvexLaw(self.sketch_dim).bins(edges)
-        assert mean is not None
-        # The discretisation puts the atom into a bin of its own, (largest float below 1, 1].
-        above = edges[1:] >= 1.0
-        mass = np.where(above, np.maximum(np.diff(self.cdf(edges)), 0.0), mass)
-        return mass, np.where(above, np.minimum(1.0, edges[1:]), mean)
+        return _with_atom_at_one(edges, self.cdf(edges), mass, mean)
+
+
+def _with_atom_at_one(
+    edges: FloatArray, cdf: FloatArray, mass: FloatArray, mean: FloatArray | None
+) -> tuple[FloatArray, FloatArray | None]:
+    """Returns the bins of a law whose mass above one is moved to one, where ``cdf`` is one."""
+    # The discretisation puts the atom into a bin of its own, (largest float below 1, 1].
+    above = edges[1:] >= 1.0
+    mass = np.where(above, np.maximum(np.diff(cdf), 0.0), mass)
+    return mass, None if mean is None else np.where(above, np.minimum(1.0, edges[1:]), mean)
+
+
+@dataclass(frozen=True)
+class EnvelopeOfLaw(SensitivityLaw):
+    """The stochastic bound that a law in convex order contains: its cdf below one, and one from there on.
+
+    Guarantee: `Order.CONVEX` promises P(n_hat^2 / ||g||^2 <= t) <= cdf(t) for t < 1; for t >= 1 the bound is trivial.
+    No slack is paid and no noise multiplier is too small for it. For a Gaussian sketch it is `GaussianEnvelopeLaw`.
+
+    Attributes:
+        law: A law in convex order.
+    """
+
+    law: SensitivityLaw
+    order = Order.STOCHASTIC
+
+    def __post_init__(self) -> None:
+        # The domination below one is as proved as the law's own.
+        object.__setattr__(self, "certified", self.law.certified)
+        object.__setattr__(self, "atoms", (*(atom for atom in self.law.atoms if atom < 1.0), 1.0))
+
+    def cdf(self, w: ArrayLike) -> FloatArray:
+        """Returns the law's cdf below one, one from there on."""
+        w = np.asarray(w, dtype=np.float64)
+        return np.where(w >= 1.0, 1.0, self.law.cdf(w))
+
+    def bins(self, edges: FloatArray) -> tuple[FloatArray, FloatArray | None]:
+        """Returns masses and means: those of the law below one, and the atom at one."""
+        mass, mean = self.law.bins(edges)
+        return _with_atom_at_one(edges, self.cdf(edges), mass, mean)

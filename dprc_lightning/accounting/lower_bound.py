@@ -137,7 +137,6 @@ def lower_and_estimate(steps: Sequence[Step], delta: float, resolution: Resoluti
     finer = replace(resolution, per_deviation=_FINER * resolution.per_deviation)
     interval = min(interval_for(extent, finer) for extent in extents)
     interval = max(interval, max(e.top - e.bottom for e in extents) / resolution.max_step_points)
-    tail = 1e-6 * delta
     while True:
         cells = [
             _cells(nodes, step, extent, interval, resolution.relative_spacing)
@@ -151,18 +150,17 @@ def lower_and_estimate(steps: Sequence[Step], delta: float, resolution: Resoluti
                 pmf, error = _rounded(mass, sign * cell.ratio, interval)
                 rounded.append((pmf, step.count))
                 errors.append((mass, error, step.count))
-            low, high = window(rounded, interval, tail)
+            low, high = window(rounded, interval, 1e-6 * delta)
             if high - low + 1 > resolution.max_total_points:
                 coarser = max(2.0, (high - low + 1) / resolution.max_total_points)
                 break
-            pmf, allowance = Composer(rounded, interval, tail, resolution.max_total_points * 2).compose()
+            composed = Composer(rounded, interval, resolution.max_total_points * 2).compose(delta=delta)
             shift = _rounding_shift(errors, interval, _ROUNDING_SHARE * delta)
-            raised = delta * (1 + _ROUNDING_SHARE) + allowance
             # The estimate takes the summed rounding error at its mean instead of at a bound.
             drift = sum(count * float(mass @ error) for mass, error, count in errors)
             bounds.append((
-                epsilon_for_delta(pmf, interval, raised, floor=shift) - shift,
-                epsilon_for_delta(pmf, interval, delta, floor=-drift) + drift,
+                composed.lower_epsilon(delta * (1 + _ROUNDING_SHARE), floor=shift) - shift,
+                epsilon_for_delta(composed.pmf, interval, delta, floor=-drift) + drift,
             ))
         if not coarser:
             return max(low for low, _ in bounds), max(estimate for _, estimate in bounds)

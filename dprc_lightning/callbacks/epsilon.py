@@ -12,9 +12,9 @@ from dprc_lightning.accounting.grid import COARSE, FINE, Resolution
 from dprc_lightning.accounting.privacy_loss import UpperBound
 from dprc_lightning.errors import InvalidArgumentError
 
-_FEWEST, _MOST = 20, 128
+_FEWEST, _MOST = 64, 128
 """Limits on the number of step counts that are composed."""
-_STEPS_PER_MILESTONE = 24
+_STEPS_PER_MILESTONE = 8
 """Between the limits, one step count is composed for so many steps: all of it stays below a millisecond a step."""
 _POINTS = 1 << 22
 """Grid points of all compositions together: little noise needs long grids, and gets fewer milestones."""
@@ -98,7 +98,7 @@ class _Composed:
         self._bounds: list[tuple[UpperBound, tuple[Composer, Composer]]] = [
             (bound, bound.composers()) for bound in upper_bounds(history, delta, resolution)
         ]
-        self.points = sum(composer.points for _, pair in self._bounds for composer in pair)
+        self.points = sum(composer.compose(delta=delta).pmf.index.size for _, pair in self._bounds for composer in pair)
 
     def after(self, steps: int) -> float:
         if steps == 0:

@@ -17,7 +17,7 @@ from dprc_lightning.clipping import PlanRow
 from dprc_lightning.clipping.plan_table import format_plan
 from dprc_lightning.errors import InterruptedRun, StepOrderError
 from dprc_lightning.report import JSON_NAME, START_NAME, assemble, read_report, write_report, write_start
-from dprc_lightning.report.facts import unit
+from dprc_lightning.report.facts import NOT_CERTIFIED, unit
 from dprc_lightning.run import PrivateRun, own_folder, step_event
 
 if TYPE_CHECKING:
@@ -262,6 +262,8 @@ def _opening(module: "DPRCModule", plan: list[PlanRow], lookup: EpsilonLookup | 
         lines.append(f"  epsilon <= {lookup.final:.4f} at delta {r.delta:g} for {unit(r.to_dict())}, after {batch}")
     else:
         lines.append(f"  {batch}")
+    if because is None and not step_event(r).certified:
+        lines.append(f"  NOT CERTIFIED: {NOT_CERTIFIED}")
     if r.crash_allowance:
         lines.append(f"  budget {r.budget} steps: {r.crash_allowance} of them may be lost to crashes")
     if run.ledger is not None and run.ledger.parents:
@@ -271,10 +273,11 @@ def _opening(module: "DPRCModule", plan: list[PlanRow], lookup: EpsilonLookup | 
         lines.append(f"  {run.spent} steps are spent already{lost}, {run.steps_left} are left")
     sketched = [row for row in plan if row.estimator != "exact"]
     exact = [row for row in plan if row.estimator == "exact"]
+    drawn = f" (k = {r.sketch_dim}, {r.projection})" if sketched else ""
     return "\n".join([
         *lines,
         f"  noise multiplier {r.noise_multiplier:.4f}, clipping at {r.max_grad_norm:g}, estimator {r.estimator}",
-        f"  sketched norms (k = {r.sketch_dim}): {_tensors(sketched)}" if sketched else "  sketched norms: none",
+        f"  sketched norms{drawn}: {_tensors(sketched) if sketched else 'none'}",
         f"  exact norms: {_tensors(exact)}",
         textwrap.indent(format_plan(plan), "  "),
     ])
@@ -291,7 +294,8 @@ def _closing(report: dict[str, Any]) -> str:
     e = report["epsilon"]
     bounds = ", ".join(f"{name} {e[name]:.4f}" for name in ("lower", "estimate", "upper"))
     done = f"after {report['steps']} steps ({report['status']})"
-    return f"{figures}epsilon at delta {e['delta']:g}: {bounds} {done}. Report: {report['paths']['report']}"
+    kind = "" if report["certified"] else " (NOT CERTIFIED)"
+    return f"{figures}epsilon{kind} at delta {e['delta']:g}: {bounds} {done}. Report: {report['paths']['report']}"
 
 
 @rank_zero_only

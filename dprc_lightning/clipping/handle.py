@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dprc_lightning.accounting.events import StepEvent
 from dprc_lightning.clipping.guards import ModelGuard
 from dprc_lightning.clipping.instrument import Owners, find_owners, make_trackers
 from dprc_lightning.clipping.plan import PlanRow, plan_row
@@ -44,7 +45,7 @@ from dprc_lightning.layers import (
 )
 from dprc_lightning.layers.embedding import EmbeddingRule, batch_size_of
 from dprc_lightning.layers.tracing import forget_tracing
-from dprc_lightning.sketch import GaussianProjections, Projections
+from dprc_lightning.sketch import PROJECTIONS, Projections
 
 Estimator = Literal["auto", "exact", "hutchinson", "hutchpp"]
 Projection = Literal["gaussian", "rademacher"]
@@ -57,6 +58,7 @@ ISOLATION_CHECKS = 3
 class _Settings:
     estimator: str
     sketch_dim: int
+    projection: str
     unused: Unused
     on_nonfinite: OnNonfinite
     norm_slack: float | None
@@ -90,6 +92,11 @@ class ClippingHandle:
     def sketch_dim(self) -> int | None:
         """The k that the accountant must be told; None if every norm is exact."""
         return self._sketch_dim
+
+    @property
+    def projection(self) -> str:
+        """The distribution of P's entries, which the accountant must be told as well."""
+        return self._settings.projection
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -309,7 +316,8 @@ class ClippingHandle:
 
     def plan(self) -> list[PlanRow]:
         """One row per trainable parameter: how its norm is had, and at what cost."""
-        return [plan_row(tracker, self._sketch_dim or 0) for tracker in self._state.trackers.values()]
+        k, projection = self._sketch_dim or 0, self._settings.projection
+        return [plan_row(tracker, k, projection) for tracker in self._state.trackers.values()]
 
     def detach(self) -> None:
         """Make the model exactly what it was. Safe to call twice."""
@@ -433,11 +441,14 @@ def attach(
     sketches the others: a rule of the weight's shape alone, because a rule that looked at the batch would let one
     record decide how another one's norm is had.
 
+    Projections: ``gaussian``, or ``rademacher``: entries +-1/sqrt(k), kept as bits. P then takes a thirty-second of the
+    memory; epsilon takes more noise, and is NOT certified (`dprc_lightning.accounting`). Tell the accountant.
+
     Args:
         model: Any module whose trainable parameters all lie in supported layers.
         estimator: See above.
         sketch_dim: k, columns of P.
-        projection: Distribution of P's entries.
+        projection: Distribution of P's entries, see above.
         seed: For tests only: a projection that somebody can predict can be cheated. Default: the operating system.
         unused: What a trainable parameter is that no loss reaches: ``error``, or ``zero``: it gets noise alone.
         on_nonfinite: A record whose gradient norm is NaN or infinite: ``raise``, or ``drop``: it gets factor 0 and
@@ -448,7 +459,7 @@ def attach(
             again where another dimension happens to equal the number of records; costs two backwards without weight
             gradients each time.
         key: 32 secret bytes for the projections, shared by all ranks; instead of `seed`.
-        projections: A source of P of one's own, instead of `seed` and `key`; for tests.
+        projections: A source of P of one's own, instead of `projection`, `seed` and `key`; for tests.
 
     Returns:
         The handle.
@@ -462,13 +473,12 @@ def attach(
     if projections is None:
         if key is None:
             key = secrets.token_bytes(32) if seed is None else derive(bytes(32), "attach seed", seed)
-        projections = GaussianProjections(key, sketch_dim)
+        projections = PROJECTIONS[projection](key, sketch_dim)
     forget_tracing()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedModuleError("the model has no trainable parameter: set requires_grad=True on what to train")
-    return ClippingHandle(
-        model, projections, _Settings(estimator, sketch_dim, unused, on_nonfinite, norm_slack, check_isolation)
-    )
+    settings = _Settings(estimator, sketch_dim, projection, unused, on_nonfinite, norm_slack, check_isolation)
+    return ClippingHandle(model, projections, settings)
 
 
 def _accumulate_in_float32(parameter: nn.Parameter) -> None:
@@ -508,9 +518,8 @@ def _check_arguments(
     if estimator == "hutchpp":
         raise InvalidArgumentError("estimator", estimator, "not available in this version; use hutchinson")
     if projection not in get_args(Projection):
-        raise InvalidArgumentError("projection", projection, f"expected one of {', '.join(get_args(Projection))}")
-    if projection == "rademacher":
-        raise InvalidArgumentError("projection", projection, "its accounting is not certified; use gaussian")
+        # The accounting knows why.
+        StepEvent(1.0, 1.0, 1, projection)
     if isinstance(sketch_dim, bool) or not isinstance(sketch_dim, int) or sketch_dim < 1:
         raise InvalidArgumentError("sketch_dim", sketch_dim, "expected an integer >= 1")
     if unused not in get_args(Unused):

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from dprc_lightning.layers import ParameterTracker
+from dprc_lightning.sketch import PROJECTIONS
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,9 @@ class PlanRow:
         shape: Its shape.
         estimator: ``exact`` or ``hutchinson``.
         side: ``output`` (first axis) or ``input`` (all others), the one that P contracts; ``-`` where exact.
-        projection_floats: float32 numbers of P, once per logical step.
+        projection_floats: Entries of P, once per logical step.
+        projection_bytes: What they take from their first use to the end of the step: four bytes for a Gaussian entry,
+            a bit for a random sign.
         sketch_floats: float32 numbers of the sketch, per record of the micro-batch.
         flops_per_token: Floating-point operations of the sketch, per token; 0 where exact (it depends on T).
         ghost_rows: An exact matrix's norm comes from Gram matrices (ghost) where a record has at most so many rows in
@@ -30,17 +33,19 @@ class PlanRow:
     estimator: str
     side: str
     projection_floats: int
+    projection_bytes: int
     sketch_floats: int
     flops_per_token: int
     ghost_rows: int | None = None
 
 
-def plan_row(tracker: ParameterTracker, sketch_dim: int) -> PlanRow:
+def plan_row(tracker: ParameterTracker, sketch_dim: int, projection: str = "gaussian") -> PlanRow:
     """The plan of one parameter.
 
     Args:
         tracker: The parameter.
         sketch_dim: k; 0 if nothing is sketched.
+        projection: Distribution of P's entries.
 
     Returns:
         Its row.
@@ -48,14 +53,16 @@ def plan_row(tracker: ParameterTracker, sketch_dim: int) -> PlanRow:
     shape = tuple(tracker.shape)
     common = (tracker.name, tuple(tracker.modules), shape, tracker.estimator)
     if tracker.kind == "vector":
-        return PlanRow(*common, "-", 0, tracker.shape.numel(), 0)
+        return PlanRow(*common, "-", 0, 0, tracker.shape.numel(), 0)
     # A convolution's weight is a matrix whose second axis is all but the first.
     sides = shape[0], math.prod(shape[1:])
     if tracker.estimator == "exact":
-        return PlanRow(*common, "-", 0, 0, 0, _ghost_rows(*sides))
+        return PlanRow(*common, "-", 0, 0, 0, 0, _ghost_rows(*sides))
     projected, other = sides[tracker.side], sides[1 - tracker.side]
     side = "output" if tracker.side == 0 else "input"
-    return PlanRow(*common, side, sketch_dim * projected, sketch_dim * other, 2 * sketch_dim * (projected + other))
+    held = PROJECTIONS[projection].stored_bytes(projected, sketch_dim)
+    flops = 2 * sketch_dim * (projected + other)
+    return PlanRow(*common, side, sketch_dim * projected, held, sketch_dim * other, flops)
 
 
 def _ghost_rows(n0: int, n1: int) -> int:

@@ -12,7 +12,7 @@ WIDTH = 116
 
 _HEAD = (
     ("", "", "", "", "", "P", "sketch", "FLOPs", "ghost"),
-    ("parameter", "count", "shape", "estimator", "side", "floats", "/record", "/token", "up to T"),
+    ("parameter", "count", "shape", "estimator", "side", "bytes", "/record", "/token", "up to T"),
 )
 _TEXT_COLUMNS = (0, 2, 3, 4)
 
@@ -21,8 +21,9 @@ def format_plan(rows: Sequence[PlanRow]) -> str:
     """The plan as plain text.
 
     Parameters alike in shape, estimator and side whose names differ in their layer numbers alone share a line:
-    ``model.layers.{0-29}.self_attn.q_proj.weight``, count 30. Its floats (of P, once per step; of the sketch, per
-    record) and its FLOPs (per token) are those of all 30 together, so the last line is the sum; ``-`` stands for none.
+    ``model.layers.{0-29}.self_attn.q_proj.weight``, count 30. Its bytes of P (held for a whole step), its float32
+    numbers of the sketch (per record) and its FLOPs (per token) are those of all 30 together, so the last line is the
+    sum; ``-`` stands for none.
     ``ghost up to T``: with at most so many tokens in a record, an exact matrix's norm comes from Gram matrices, with
     more from the whole gradient (if a forward calls each of its modules once); ``-`` for vectors and sketched ones.
 
@@ -103,7 +104,7 @@ def _cells(name: str, alike: Sequence[PlanRow]) -> tuple[str, ...]:
 
 def _costs(rows: Sequence[PlanRow]) -> tuple[str, str, str]:
     sums = (
-        sum(row.projection_floats for row in rows),
+        sum(row.projection_bytes for row in rows),
         sum(row.sketch_floats for row in rows),
         sum(row.flops_per_token for row in rows),
     )

@@ -1,6 +1,6 @@
 """What the steps in a ledger cost: at the run's delta and others, per direction, and what a larger k would have saved.
 
-Each number takes up to a second. They are kept for the process: figures that join the report later cost nothing more.
+Each row takes up to a second. They are kept for the process: figures that join the report later cost nothing more.
 """
 
 import math
@@ -10,19 +10,18 @@ from functools import lru_cache
 from typing import Any
 
 from dprc_lightning.accounting import Accountant, StepEvent
-from dprc_lightning.accounting.accountant import upper_bounds
-from dprc_lightning.accounting.grid import FINE
 from dprc_lightning.errors import AccountingResourceError
 
 History = tuple[tuple[StepEvent, int], ...]
+
+_NAMES = ("lower", "estimate", "upper")
 
 
 def bounds(spent: Sequence[tuple[dict[str, Any], int]], delta: float, num_records: int) -> dict[str, Any]:
     """All bounds that a report has.
 
-    Guarantee: the bounds at the run's own delta are certified, by that of `Accountant`, for the steps in the ledger.
-    Those at other deltas and other k are the same computation without its last certified rounding: they agree with it
-    to about 1e-6, at deltas below 1e-10 to 1e-3, and are for orientation.
+    Guarantee: the bounds at every delta are certified, by that of `Accountant`, for the steps in the ledger, if the
+    laws of all of them are (``certified``). Those of another k are as good for steps that were not made.
 
     Args:
         spent: `Ledger.spent`.
@@ -30,15 +29,16 @@ def bounds(spent: Sequence[tuple[dict[str, Any], int]], delta: float, num_record
         num_records: N; the other deltas stay below 1 / N.
 
     Returns:
-        Ready for JSON: ``epsilon``, ``epsilon_at``, ``directions``, ``larger_sketch_dims``. A bound that would need
-        more memory than the accounting may take is None.
+        Ready for JSON: ``epsilon``, ``epsilon_at``, ``directions``, ``larger_sketch_dims``, and whether all of it is
+        ``certified``. A bound that would need more memory than the accounting may take is None.
     """
     history = Accountant((StepEvent.from_dict(event), count) for event, count in spent).history
     own, directions = _at_own_delta(history, delta)
     return {
         "epsilon": own | {"delta": delta},
-        "epsilon_at": [{"delta": other, "upper": _upper(history, other)} for other in other_deltas(delta, num_records)],
+        "epsilon_at": [{"delta": other, **_bounds_at(history, other)} for other in other_deltas(delta, num_records)],
         "directions": directions | {"dominates": max(directions, key=lambda name: directions[name])},
+        "certified": all(event.certified for event, _ in history),
         "larger_sketch_dims": larger_sketch_dims(history, delta),
     }
 
@@ -62,18 +62,23 @@ def other_deltas(delta: float, num_records: int) -> list[float]:
 @lru_cache
 def _at_own_delta(history: History, delta: float) -> tuple[dict[str, float], dict[str, float]]:
     accountant = Accountant(history)
-    return accountant.epsilon(delta)._asdict(), accountant.directions(delta)
+    return dict(zip(_NAMES, accountant.epsilon(delta), strict=True)), accountant.directions(delta)
+
+
+@lru_cache
+def _bounds_at(history: History, delta: float) -> dict[str, float | None]:
+    try:
+        return dict(zip(_NAMES, Accountant(history).epsilon(delta), strict=True))
+    except AccountingResourceError:
+        # A row of a table is not worth failing the report for; the run's own delta is.
+        return dict.fromkeys(_NAMES)
 
 
 @lru_cache
 def _upper(history: History, delta: float) -> float | None:
-    """The upper bound without certification of the last digits (see `bounds`), in half the time."""
-    if not history:
-        return 0.0
     try:
-        return min(bound.fast_epsilon(bound.composers()) for bound in upper_bounds(history, delta, FINE))
+        return Accountant(history).upper(delta)
     except AccountingResourceError:
-        # A row of a table is not worth failing the report for; the run's own delta is.
         return None
 
 
@@ -100,4 +105,7 @@ def larger_sketch_dims(history: History, delta: float) -> list[dict[str, Any]]:
 def _with_larger(event: StepEvent, factor: int | None) -> StepEvent:
     if event.sketch_dim is None:
         return event
-    return replace(event, sketch_dim=None if factor is None else event.sketch_dim * factor)
+    if factor is None:
+        # Exact norms have no projection.
+        return replace(event, sketch_dim=None, projection="gaussian")
+    return replace(event, sketch_dim=event.sketch_dim * factor)

@@ -9,9 +9,15 @@ from dprc_lightning.report.bounds import bounds
 
 FORMAT_VERSION = 2
 
+NOT_CERTIFIED = (
+    "the projection's entries are random signs (privacy.projection=rademacher), and the worst case of their law was "
+    "found on a grid only: no proof says that epsilon is not larger"
+)
+"""Why the epsilon of a run may be an estimate: a projection whose law has no certified bound."""
+
 Spent = Sequence[tuple[dict[str, Any], int]]
 
-_ACCOUNTED = ("epsilon", "epsilon_at", "directions", "larger_sketch_dims")
+_ACCOUNTED = ("epsilon", "epsilon_at", "directions", "larger_sketch_dims", "certified")
 
 
 def versions() -> dict[str, str]:
@@ -32,7 +38,8 @@ def assemble(
     """Make the report.
 
     Guarantee: epsilon's bounds are those of the steps in ``spent``, by that of `Accountant`; where any part of the run
-    was not private, there are none.
+    was not private, there are none. Where the law of any step is not certified, ``certified`` is false, and
+    ``not_certified_because`` tells why.
 
     Args:
         start: What was known when the run began: the mechanism and all that does not change after.
@@ -76,6 +83,7 @@ def assemble(
         report |= bounds(spent, mechanism["delta"], mechanism["num_records"])
     else:
         report |= dict.fromkeys(_ACCOUNTED)
+    report["not_certified_because"] = NOT_CERTIFIED if report["certified"] is False else None
     report["assumptions"] = assumptions(report) if because is None else []
     return report
 
@@ -114,6 +122,8 @@ def assumptions(report: Mapping[str, Any]) -> list[str]:
         "Real arithmetic: the noise is drawn and added in floating point (float64 sum, rounded once).",
         "Training loss, clipped fraction and validation figures are computed from data without noise.",
     ]
+    if report["not_certified_because"]:
+        lines.append(f"NOT certified: {report['not_certified_because']}.")
     if len(report["phases"]) > 1:
         lines.append(
             "The mechanism changed on the way (see the phases): nobody decided to go on, or how far, by looking at "

@@ -103,11 +103,13 @@ def _is_of(report: Mapping[str, Any], ledger: Ledger) -> bool:
 
 
 def _upgraded(report: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What reports of format 1 did not have."""
+    """What reports of earlier releases did not have."""
     if report is None:
         return None
     later: dict[str, Any] = {"applied_steps": None, "metrics_step": None, "metrics_by_checkpoint": {}}
-    later |= {"phases": [], "forked_from": []}
+    # Their projections were Gaussian, all of them.
+    later |= {"phases": [], "forked_from": [], "not_certified_because": None}
+    later["certified"] = True if report.get("private") else None
     return {"unit": unit(report["mechanism"]), **later, **report}
 
 

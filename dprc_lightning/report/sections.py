@@ -64,17 +64,21 @@ def privacy(report: Mapping[str, Any]) -> Section:
     """
     if not report["private"]:
         return Section("Privacy", [Paragraph(f"**NOT PRIVATE**: {report['not_private_because']}")])
-    epsilon, spent = report["epsilon"], report["steps"]
+    epsilon, spent, because = report["epsilon"], report["steps"], report["not_certified_because"]
+    names = ("lower", "estimate", "upper")
+    kind = "certified upper bound" if because is None else "upper bound, **NOT CERTIFIED**"
     blocks: list[Paragraph | Bullets | Table] = [
         Paragraph(
-            f"**epsilon = {number(epsilon['upper'])} at delta = {epsilon['delta']:g}** (certified upper bound) "
+            f"**epsilon = {number(epsilon['upper'])} at delta = {epsilon['delta']:g}** ({kind}) "
             f"for {report['unit']}, added or removed, after {spent} steps"
         ),
+        *([] if because is None else [Paragraph(f"**NOT CERTIFIED**: {because}.")]),
         Table(
             ("delta", "lower bound", "estimate", "upper bound"),
             [
-                (f"{epsilon['delta']:g}", *(number(epsilon[name]) for name in ("lower", "estimate", "upper"))),
-                *((f"{other['delta']:g}", "", "", number(other["upper"])) for other in report.get("epsilon_at", ())),
+                # Reports of earlier releases have no lower bound and no estimate at other deltas.
+                (f"{row['delta']:g}", *(number(row[name]) if name in row else "" for name in names))
+                for row in (epsilon, *report.get("epsilon_at", ()))
             ],
         ),
     ]

@@ -4,18 +4,33 @@ A layer with weight W [n0, n1] has, for record i, the gradient ``left_i^T right_
 ``right`` [B, T, n1] are its output gradients and its inputs. Nothing in here knows of modules or of autograd.
 """
 
+from typing import Any
+
 from dprc_lightning.sketch.exact import squared_norms
 from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
 from dprc_lightning.sketch.hutchinson import cheaper_side, sketch
-from dprc_lightning.sketch.projection import ROWS_PER_BLOCK, GaussianProjections, Projections
+from dprc_lightning.sketch.matrix import DenseMatrix, ProjectionMatrix
+from dprc_lightning.sketch.projection import ROWS_PER_BLOCK, GaussianProjections, KeyedProjections, Projections
+from dprc_lightning.sketch.rademacher import RademacherMatrix, RademacherProjections
 from dprc_lightning.sketch.weighted import weighted_sum
+
+PROJECTIONS: dict[str, type[KeyedProjections[Any]]] = {
+    "gaussian": GaussianProjections,
+    "rademacher": RademacherProjections,
+}
+"""By the name of the distribution of P's entries, as `attach` and `PrivacyConfig` have it."""
 
 __all__ = [
     "BLOCK_ROWS",
+    "PROJECTIONS",
     "ROWS_PER_BLOCK",
+    "DenseMatrix",
     "Factors",
     "GaussianProjections",
+    "ProjectionMatrix",
     "Projections",
+    "RademacherMatrix",
+    "RademacherProjections",
     "cheaper_side",
     "sketch",
     "squared_norms",

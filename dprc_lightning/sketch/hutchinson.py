@@ -5,6 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
+from dprc_lightning.sketch.matrix import ProjectionMatrix, as_matrix, times
 
 Side = Literal[0, 1]
 
@@ -25,34 +26,38 @@ def cheaper_side(n0: int, n1: int) -> Side:
     return 0 if n0 >= n1 else 1
 
 
-def sketch(use: Factors, projection: Tensor, side: Side) -> Tensor:
+def sketch(use: Factors, projection: Tensor | ProjectionMatrix, side: Side) -> Tensor:
     """``Y_i = right_i^T (left_i P)`` (side 0) or ``left_i^T (right_i P)`` (side 1): ``E ||Y_i||_F^2 = ||g_i||_F^2``.
 
     Guarantee: with P's entries iid N(0, 1/k), ``||Y_i||^2 / ||g_i||^2 = sum_j lambda_j chi2_j(k)/k`` with lambda the
     normalised spectrum of g_i: the family that the accountant's laws cover (arXiv 2605.24879, and
-    `dprc_lightning.accounting`). Y is linear in g_i: the sketches of several uses of one parameter ADD, and are squared
-    only after that. With P the identity the norm is exact.
+    `dprc_lightning.accounting`). Entries +-1/sqrt(k) have another law, of which the accountant must be told. Y is
+    linear in g_i: the sketches of several uses of one parameter ADD, and are squared only after that. With P the
+    identity the norm is exact.
 
-    Unbiased: ``E ||g P||_F^2 = tr(g E[P P^T] g^T) = ||g||_F^2`` because ``E[P P^T] = I``.
+    Unbiased: ``E ||g P||_F^2 = tr(g E[P P^T] g^T) = ||g||_F^2`` because ``E[P P^T] = I``, for Gaussian entries and for
+    random signs.
 
     Args:
         use: One use of the parameter.
-        projection: P, [n_side, k], float32.
+        projection: P, [n_side, k]; a tensor is float32.
         side: The axis of the weight that P contracts.
 
     Returns:
-        [B, n_other, k], float32. Peak extra memory: [B, min(T, BLOCK_ROWS), k] float32, and the factors' blocks.
+        [B, n_other, k], float32. Peak extra memory: [B, min(T, BLOCK_ROWS), k] float32, the factors' blocks, and one
+        row block of P. Each block of `BLOCK_ROWS` tokens goes through P once.
     """
     # left_i^T (right_i P) would be a scatter over the vocabulary: V x k floats per record, never wanted.
     assert side == 0 or not use.one_hot, "an embedding's projection lies on the vocabulary side"
+    matrix = as_matrix(projection)
     total: Tensor | None = None
     for start in range(0, max(use.length, 1), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
-        left, right = use.left[:, rows], use.right[:, rows].float()
+        left, right = use.left[:, rows], use.right[:, rows]
         if side == 1:
-            part = left.float().mT @ (right @ projection)
+            part = left.float().mT @ times(right, matrix)
         else:
-            part = right.mT @ (projection[left] if use.one_hot else left.float() @ projection)
+            part = right.float().mT @ (matrix.gather(left) if use.one_hot else times(left, matrix))
         total = part if total is None else total.add_(part)
     assert total is not None
     return total

@@ -1,7 +1,9 @@
 """The projection P of one logical step: one per parameter, the same in every micro-batch and on every rank."""
 
 import math
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from dprc_lightning.errors import StepOrderError
 from dprc_lightning.keys import derive
 from dprc_lightning.noise import gaussian
+from dprc_lightning.sketch.matrix import ProjectionMatrix
 
 ROWS_PER_BLOCK = 4096
 """P is generated in blocks of this many rows, each from its own key: a stored format, never to be changed."""
@@ -20,12 +23,15 @@ class Projections(Protocol):
     def begin_step(self, index: int) -> None:
         """Forget the last logical step's projections and start those of step ``index``."""
 
-    def matrix(self, name: str, rows: int, device: torch.device) -> Tensor:
-        """P of one parameter in the current step: [rows, k], float32."""
+    def matrix(self, name: str, rows: int, device: torch.device) -> Tensor | ProjectionMatrix:
+        """P of one parameter in the current step: [rows, k], float32 if it is a tensor."""
 
 
-class GaussianProjections:
-    """P with iid N(0, 1/k) entries, a function of (key, step index, parameter name, row block) alone.
+Drawn = TypeVar("Drawn", bound=Tensor | ProjectionMatrix)
+
+
+class KeyedProjections(ABC, Generic[Drawn]):
+    """P as a function of (key, step index, parameter name, row block) alone; the distribution is that of the subclass.
 
     Guarantee: P is fresh at each logical step, independent of parameters, data and noise, and the same for all records
     of the step: nothing in it depends on micro-batch, rank, world size or batch. (A P that depends on a record's
@@ -41,7 +47,7 @@ class GaussianProjections:
         self._key = key
         self._k = sketch_dim
         self._index: int | None = None
-        self._cache: dict[str, Tensor] = {}
+        self._cache: dict[str, Drawn] = {}
 
     def begin_step(self, index: int) -> None:
         """Start a logical step.
@@ -60,7 +66,7 @@ class GaussianProjections:
         self._index = index
         self._cache.clear()
 
-    def matrix(self, name: str, rows: int, device: torch.device) -> Tensor:
+    def matrix(self, name: str, rows: int, device: torch.device) -> Drawn:
         """P of one parameter, kept until the next `begin_step`.
 
         Args:
@@ -69,7 +75,7 @@ class GaussianProjections:
             device: Where to put it. The numbers are made on the CPU, so that they are the same on every device.
 
         Returns:
-            [rows, k], float32.
+            [rows, k].
 
         Raises:
             StepOrderError: No step was begun.
@@ -77,12 +83,37 @@ class GaussianProjections:
         if self._index is None:
             raise StepOrderError("no logical step was begun; call begin_step() first")
         if name not in self._cache:
-            blocks = [
-                gaussian(
-                    derive(self._key, "P", self._index, name, start // ROWS_PER_BLOCK),
-                    (min(ROWS_PER_BLOCK, rows - start), self._k),
-                )
-                for start in range(0, rows, ROWS_PER_BLOCK)
-            ]
-            self._cache[name] = torch.cat(blocks).mul_(1.0 / math.sqrt(self._k)).to(device)
+            self._cache[name] = self._draw(name, rows, device)
         return self._cache[name]
+
+    @staticmethod
+    @abstractmethod
+    def stored_bytes(rows: int, sketch_dim: int) -> int:
+        """Bytes of one P that are held from its first use to the end of the step."""
+
+    @abstractmethod
+    def _draw(self, name: str, rows: int, device: torch.device) -> Drawn:
+        """P of one parameter, drawn from the keys of its row blocks."""
+
+    def _row_blocks(self, label: str, name: str, rows: int) -> Iterator[tuple[bytes, int]]:
+        """The key and the number of rows of each block. A label serves one distribution: one key, one stream."""
+        assert self._index is not None, "matrix() refuses before begin_step()"
+        for start in range(0, rows, ROWS_PER_BLOCK):
+            key = derive(self._key, label, self._index, name, start // ROWS_PER_BLOCK)
+            yield key, min(ROWS_PER_BLOCK, rows - start)
+
+
+class GaussianProjections(KeyedProjections[Tensor]):
+    """P with iid N(0, 1/k) entries.
+
+    Guarantee: that of `KeyedProjections`.
+    """
+
+    @staticmethod
+    def stored_bytes(rows: int, sketch_dim: int) -> int:
+        """Four bytes for each entry."""
+        return 4 * rows * sketch_dim
+
+    def _draw(self, name: str, rows: int, device: torch.device) -> Tensor:
+        blocks = [gaussian(key, (count, self._k)) for key, count in self._row_blocks("P", name, rows)]
+        return torch.cat(blocks).mul_(1.0 / math.sqrt(self._k)).to(device)

@@ -1,12 +1,14 @@
 """This package's composition and its reading of epsilon, against brute force and against dp_accounting."""
 
 import math
+from functools import cache
 
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting.pld import pld_pmf
 
-from dprc_lightning.accounting.composition import Composer, LossPMF, epsilon_for_delta, window
+from dprc_lightning.accounting.composition import Composer, LossPMF, divergence, epsilon_for_delta, round_off, window
 from dprc_lightning.accounting.grid import FINE, orders_between
 from dprc_lightning.accounting.law import ExactLaw, GaussianConvexLaw, GaussianEnvelopeLaw, SensitivityLaw
 from dprc_lightning.accounting.privacy_loss import Step, UpperBound, connect_dots
@@ -28,8 +30,9 @@ def _dense(pmf: LossPMF) -> np.ndarray:
 
 def test_composition_is_convolution() -> None:
     a, b = _random(1, 9, 1e-3), _random(2, 7)
-    composer = Composer([(a, 3), (b, 2)], H, 1e-12)
-    result, allowance = composer.compose()
+    composer = Composer([(a, 3), (b, 2)], H)
+    composed = composer.compose()
+    result, allowance = composed.pmf, composed.error(0.0)
     expected = np.ones(1)
     for part in (a, a, a, b, b):
         expected = np.convolve(expected, _dense(part))
@@ -37,8 +40,8 @@ def test_composition_is_convolution() -> None:
     np.testing.assert_allclose(result.mass, expected[inside], atol=1e-13)
     assert expected.sum() - expected[inside].sum() <= 1e-12
     assert result.infinity == pytest.approx(1 - (1 - 1e-3) ** 3)
-    assert 1e-12 <= allowance < 1e-11
-    fewer, _ = composer.compose([1, 2])
+    assert np.abs(result.mass - expected[inside]).max() < allowance < 1e-11
+    fewer = composer.compose([1, 2]).pmf
     single = np.convolve(np.convolve(_dense(a), _dense(b)), _dense(b))
     np.testing.assert_allclose(fewer.mass, single[fewer.index + 3000], atol=1e-13)
 
@@ -119,3 +122,84 @@ def test_a_delta_equal_to_the_infinite_mass_is_not_read_too_small(seed: int, ext
     pmf = _random(seed, 20, infinity)
     pmf = LossPMF(pmf.index, pmf.mass * (1.0 - infinity), infinity)
     assert epsilon_for_delta(pmf, H, infinity + extra) >= pmf.index.max() * H - 1e-9
+
+
+# ------------------------------------------------------------------------------------------------- tilted compositions
+
+STEPS = 64
+
+
+def _integers(seed: int) -> tuple[LossPMF, np.ndarray]:
+    """A distribution whose masses are integers over their sum, so that Python composes it without any rounding."""
+    generator = np.random.default_rng(seed)
+    weights = (generator.integers(1, 1000, 16) ** 2).astype(object)
+    weights[12:] = 1  # large losses are rare
+    return LossPMF(np.arange(-7, 9), np.array([int(v) / int(weights.sum()) for v in weights])), weights
+
+
+@cache
+def _exact(seed: int) -> tuple[list[mpmath.mpf], list[mpmath.mpf]]:
+    """Losses and probabilities of 64 steps, in 60 digits."""
+    mpmath.mp.dps = 60
+    _, weights = _integers(seed)
+    total = np.array([1], dtype=object)
+    for _ in range(STEPS):
+        total = np.convolve(total, weights)
+    whole = int(weights.sum()) ** STEPS
+    return [(i - 7 * STEPS) * mpmath.mpf(H) for i in range(total.size)], [mpmath.mpf(int(v)) / whole for v in total]
+
+
+def _exact_divergence(seed: int, order: float) -> mpmath.mpf:
+    return mpmath.fsum((1 - mpmath.exp(order - x)) * m for x, m in zip(*_exact(seed), strict=True) if x > order)
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-9, 1e-13, 1e-20, 1e-40])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tilted_composition_is_right_at_every_delta_and_its_error_is_covered(seed: int, delta: float) -> None:
+    pmf, _ = _integers(seed)
+    composed = Composer([(pmf, STEPS)], H).compose(delta=delta)
+    upper, lower = composed.upper_epsilon(delta), composed.lower_epsilon(delta, 0.0)
+    assert _exact_divergence(seed, upper) <= delta <= _exact_divergence(seed, lower)
+    assert lower <= upper <= lower + 1e-4 * (1 + upper)
+    # From epsilon on, the divergence is wrong by no more than is charged for; and the charge is next to nothing.
+    for order in (upper, upper + 0.05, upper + 0.2):
+        exact = _exact_divergence(seed, order)
+        wrong = abs(mpmath.mpf(divergence(composed.pmf, H, order)) - exact)
+        assert wrong <= composed.error(order) + composed.drift * exact
+    assert composed.error(upper) < 1e-3 * delta
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_without_a_tilt_the_same_charge_holds_and_a_small_delta_drowns_in_it(seed: int) -> None:
+    pmf, _ = _integers(seed)
+    composed = Composer([(pmf, STEPS)], H).compose()
+    for order in (-0.3, 0.0, 0.3, 1.0):
+        wrong = abs(mpmath.mpf(divergence(composed.pmf, H, order)) - _exact_divergence(seed, order))
+        assert wrong <= composed.error(order) + composed.drift
+    # What is left is that no loss is above the largest.
+    assert composed.upper_epsilon(1e-16) == pytest.approx(composed.top, rel=1e-12)
+
+
+def test_a_tilted_schedule_uses_transforms_again() -> None:
+    """Any order of the counts gives the same bounds, those of composers made for each."""
+    pmf, _ = _integers(1)
+    composer = Composer([(pmf, STEPS)], H)
+    for count in (3, 64, 2, 30, 31, 1, 63):
+        fresh = Composer([(pmf, count)], H).compose(delta=1e-12).upper_epsilon(1e-12)
+        assert composer.compose([count], 1e-12).upper_epsilon(1e-12) == pytest.approx(fresh, rel=1e-5)
+
+
+@pytest.mark.parametrize(("steps", "points"), [(1000, 1 << 16), (100_000, 1 << 20)])
+def test_round_off_covers_what_dp_accountings_transform_does(steps: int, points: int) -> None:
+    """Against the tilted composition, whose errors are relative to delta."""
+    bound = UpperBound([Step(ExactLaw(), 2.0, 0.01, steps)], 1e-9, FINE)
+    found, _ = bound.delta_at([bound.epsilon(delta) for delta in (1e-3, 1e-6, 1e-9, 1e-11)])
+    pmf = bound.composed()[0]
+    norm = float(np.linalg.norm(bound.composers()[0].parts[0][0].mass))
+    for delta in (1e-3, 1e-6, 1e-9, 1e-11):
+        tilted = bound.composers()[0].compose(delta=delta)
+        order = tilted.upper_epsilon(delta)
+        assert (
+            abs(pmf.get_delta_for_epsilon(order) - delta) <= round_off(steps + 2, points, norm) + 1e-4 * delta + 1e-15
+        )
+    assert np.all(np.diff(found) <= 0)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import integrate, stats
 
 from dprc_lightning.accounting import envelope_cdf
 from dprc_lightning.accounting.envelope import _two_weights, crossover
@@ -79,6 +79,82 @@ def test_finite_dimension_lies_below_the_limit_and_grows_into_it() -> None:
     assert np.all(many <= free)
     assert np.all(np.diff(envelope_cdf(np.linspace(0.2, 2.2, 41), 2, 5)) >= -1e-10)
     assert envelope_cdf(1.3, 4, 1) == pytest.approx(stats.chi2.cdf(4 * 1.3, 4))
+
+
+@pytest.mark.parametrize(
+    ("k", "d", "t", "a"), [(2, 2, 1.25, 0.82), (1, 2, 1.53, 0.83), (1, 6, 1.295, 0.62), (8, 3, 1.043, 0.74)]
+)
+def test_between_one_and_the_crossover_neither_end_is_the_worst(k: int, d: int, t: float, a: float) -> None:
+    """The old claim was that for every t a single eigenvalue or equal ones attain the supremum."""
+    single, equal = stats.chi2.cdf(k * t, k), stats.chi2.cdf(d * k * t, d * k)
+    # Quadrature of scipy's own: the distribution function of the equal ones over the density of the large one.
+    b = (1 - a) / (d - 1)
+    mixed = integrate.quad(
+        # In the square root of the large one: smooth for one degree of freedom too.
+        lambda root: stats.chi.pdf(root, k) * stats.chi2.cdf((k * t - a * root**2) / b, (d - 1) * k),
+        0,
+        math.sqrt(k * t / a),
+        epsabs=1e-11,
+    )[0]
+    margin = mixed - max(single, equal)
+    assert margin > 4e-3
+    generator, n = np.random.default_rng(11), 2_000_000
+    w = a * generator.chisquare(k, n) / k + b * generator.chisquare((d - 1) * k, n) / k
+    error = math.sqrt(mixed * (1 - mixed) / n)
+    assert np.mean(w <= t) - max(single, equal) > margin - 4.5 * error > 2e-3
+    assert envelope_cdf(t, k, d) >= mixed - 1e-10
+    # Strictly between the two ends, and better than either of them by a margin.
+    assert 1 / d < a < 1 and 1 < t < crossover(k, d)
+
+
+def test_the_counter_example_with_a_pencil() -> None:
+    """k = 2 has exponentials: every number is elementary."""
+    a, b, t = 0.8, 0.2, 1.25
+    mixed = 1 - (a * math.exp(-t / a) - b * math.exp(-t / b)) / (a - b)
+    assert 1 - math.exp(-t) == pytest.approx(0.7135, abs=5e-5)
+    assert 1 - math.exp(-2 * t) * (1 + 2 * t) == pytest.approx(0.7127, abs=5e-5)
+    assert mixed == pytest.approx(0.7212, abs=5e-5)
+    assert _two_weights(t, a, 2, 2) == pytest.approx(mixed, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_random_search_over_the_simplex_by_exact_probabilities(k: int) -> None:
+    """For even k the sum's law is a mixture of Gammas; by partial fractions for k = 2, by convolution else."""
+    generator = np.random.default_rng(21)
+    t = np.array([0.2, 0.6, 0.95, 1.0, 1.05, 1.15, 1.3, 1.6])
+    for d in (2, 3, 4, 6):
+        limit = envelope_cdf(t, k, d)
+        free = envelope_cdf(t, k)
+        for concentration in (0.2, 1.0, 5.0):
+            for spectrum in generator.dirichlet(np.full(d, concentration), 12):
+                probability = _by_transform(t, spectrum, k)
+                assert np.all(probability <= limit + 2e-9), (spectrum, t[probability > limit])
+        # With a share of exact layers too, below one, where the limit on the dimension does not matter.
+        for exact in (0.05, 0.3, 0.7):
+            spectrum = (1 - exact) * generator.dirichlet(np.full(d, 0.5))
+            inside = (t > exact) & (t < 1)
+            assert np.all(_by_transform(t[inside] - exact, spectrum, k) <= free[inside] + 2e-9)
+
+
+def _by_transform(t: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:
+    """P(sum_i w_i chi2_k / k <= t) by inverting its Laplace transform along Talbot's contour; no density is needed."""
+    # The contour of Weideman and Trefethen (2007), its upper half: the other half is its conjugate.
+    points = 40
+    angle = (np.arange(points) + 0.5) * math.pi / points
+    shape = angle * (0.5017 / np.tan(0.6407 * angle) + 0.2645j) - 0.6122
+    slope = 0.5017 / np.tan(0.6407 * angle) - 0.5017 * 0.6407 * angle / np.sin(0.6407 * angle) ** 2 + 0.2645j
+    s = points * shape[None, :] * 2 / t[:, None]
+    log_transform = -k / 2 * np.log1p(2 / k * weights[None, None, :] * s[:, :, None]).sum(-1) - np.log(s)
+    # Points come in conjugate pairs: the imaginary part is kept.
+    integrand = np.exp(s * t[:, None] + log_transform) * slope * points * 2 / t[:, None]
+    return np.imag(integrand).sum(1) / points
+
+
+@pytest.mark.parametrize(("k", "weights"), [(1, [1.0]), (2, [0.25] * 4), (8, [0.5, 0.5]), (32, [1.0])])
+def test_the_inverted_transform_knows_chi_squares(k: int, weights: list[float]) -> None:
+    t = np.array([0.3, 0.9, 1.2])
+    d = len(weights)
+    np.testing.assert_allclose(_by_transform(t, np.array(weights), k), stats.chi2.cdf(d * k * t, d * k), atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dprc_lightning.accounting import Accountant, StepEvent, calibrate_noise_multiplier, epsilon, epsilon_schedule
+from dprc_lightning.accounting.rademacher import RademacherLaw, SignPairLaw
 from dprc_lightning.errors import DPRCError, InvalidArgumentError
 
 GOOD: dict[str, Any] = dict(noise_multiplier=1.0, delta=1e-5, sample_rate=0.1, steps=10, sketch_dim=32)
@@ -18,7 +19,7 @@ BAD = {
     "sample_rate": [0.0, -0.1, 1.0000001, math.nan, "all", None],
     "steps": [-1, 1.0, 2.5, math.nan, "10", True],
     "sketch_dim": [0, -3, 32.0, math.nan, "32", True],
-    "projection": ["rademacher", "countsketch", "haar", "", None],
+    "projection": ["countsketch", "haar", "", None],
     "bound": ["tight", None],
 }
 
@@ -47,11 +48,32 @@ def test_calibration_refuses_by_name(name: str, value: Any) -> None:
     assert caught.value.name == name
 
 
-def test_projections_are_refused_with_their_reason() -> None:
-    with pytest.raises(InvalidArgumentError, match="not available in this release"):
-        StepEvent(1.0, 0.1, 32, projection="rademacher")
-    with pytest.raises(InvalidArgumentError, match="to zero with probability"):
-        StepEvent(1.0, 0.1, 32, projection="countsketch")
+@pytest.mark.parametrize("name", ["countsketch", "sparse"])
+def test_sparse_projections_are_refused_with_their_reason(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"projection='{name}': .*to zero with probability"):
+        StepEvent(1.0, 0.1, 32, projection=name)
+
+
+def test_rademacher_is_accepted_where_it_has_a_law() -> None:
+    event = StepEvent(1.0, 0.1, 32, projection="rademacher")
+    assert event.convex_law() == event.envelope_law() == RademacherLaw(32)
+    assert event.attained_law() == SignPairLaw(32)
+    assert not event.certified
+    # Small noise is no matter of a proof here, only of the charge.
+    StepEvent(0.1, 0.1, 32, projection="rademacher", bound="convex")
+    with pytest.raises(InvalidArgumentError, match="bound='envelope': .*has no envelope"):
+        StepEvent(1.0, 0.1, 32, projection="rademacher", bound="envelope")
+    with pytest.raises(InvalidArgumentError, match="estimator='hutchpp': "):
+        StepEvent(1.0, 0.1, 32, projection="rademacher", estimator="hutchpp")
+    with pytest.raises(InvalidArgumentError, match="projection='rademacher': .*give sketch_dim"):
+        StepEvent(1.0, 0.1, projection="rademacher")
+
+
+def test_certified_is_what_the_law_says() -> None:
+    assert StepEvent(1.0, 0.1).certified
+    assert StepEvent(1.0, 0.1, 32).certified
+    assert StepEvent(1.0, 0.1, 32, estimator="hutchpp").certified
+    assert not StepEvent(1.0, 0.1, law=RademacherLaw(32)).certified
 
 
 def test_replace_one_is_refused_by_name() -> None:
@@ -86,6 +108,7 @@ def test_events_are_values() -> None:
         StepEvent(1.25, 64 / 1225, 32),
         StepEvent(0.1, 1.0, None, bound="envelope", norm_slack=0.01),
         StepEvent(3.0, 0.1, 8, estimator="hutchpp"),
+        StepEvent(3.0, 0.1, 64, "rademacher"),
     ],
 )
 def test_events_survive_a_file(event: StepEvent) -> None:

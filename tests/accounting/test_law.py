@@ -1,9 +1,13 @@
 """Laws of the random sensitivity against scipy and against sketches that were really drawn."""
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, special, stats
 
+from dprc_lightning.accounting import envelope_cdf, epsilon
 from dprc_lightning.accounting.law import ExactLaw, GaussianConvexLaw, GaussianEnvelopeLaw
 from dprc_lightning.errors import InvalidArgumentError
 
@@ -61,3 +65,53 @@ def test_drawn_sketches_are_dominated(rank: int, exact: float) -> None:
 def test_sketch_dim_is_refused_by_name(law: type, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match="sketch_dim"):
         law(value)
+
+
+@pytest.mark.parametrize("r", [1, 4, 16])
+def test_jacobian_vector_products_are_the_case_of_one_eigenvalue(r: int) -> None:
+    """DP-SGD-JL (Bu et al., arXiv 2102.03013) estimates ||g||^2 by the mean of <g, v_j>^2 over r Gaussian vectors."""
+    generator = np.random.default_rng(r)
+    gradient = generator.standard_normal(7) * np.arange(1, 8)
+    vectors = generator.standard_normal((20_000, r, 7))
+    w = ((vectors @ gradient) ** 2).mean(axis=1) / (gradient @ gradient)
+    assert stats.kstest(w, GaussianConvexLaw(r).cdf).pvalue > 1e-3
+    assert stats.kstest(w, lambda t: envelope_cdf(t, r, d=1)).pvalue > 1e-3
+
+
+def _exact_epsilon(divergence: Callable[[float], float], delta: float) -> float:
+    return float(optimize.brentq(lambda e: divergence(e) - delta, 0.0, 200.0, xtol=1e-10))
+
+
+@pytest.mark.parametrize(("r", "sigma", "q"), [(8, 1.5, 0.1), (32, 1.0, 0.02), (16, 2.0, 1.0)])
+def test_jacobian_vector_products_cost_the_average_over_their_estimates(r: int, sigma: float, q: float) -> None:
+    """One step: the subsampled Gaussian's divergence at sensitivity Z, averaged over Z by quadrature."""
+    delta = 1e-5
+    w = np.geomspace(stats.chi2.ppf(1e-14, r) / r, stats.chi2.isf(1e-14, r) / r, 40_001)
+    weight = stats.chi2.pdf(r * w, r) * r * np.gradient(w)
+    mu = 1 / sigma / np.sqrt(w)
+
+    def removed(e: float) -> float:
+        order = math.log1p(math.expm1(e) / q)
+        gauss = special.ndtr(mu / 2 - order / mu) - np.exp(order + special.log_ndtr(-mu / 2 - order / mu))
+        return float(q * weight @ gauss)
+
+    expected = _exact_epsilon(removed, delta)
+    found = epsilon(noise_multiplier=sigma, delta=delta, sample_rate=q, steps=1, sketch_dim=r)
+    assert found.upper == pytest.approx(expected, rel=5e-3)
+    assert found.lower <= expected * (1 + 1e-6)
+    assert expected <= found.upper * (1 + 1e-6)
+
+
+def test_jacobian_vector_products_compose() -> None:
+    """Without sampling T steps are one Gaussian whose squared sensitivity is the sum of Z_t^2: averaged by drawing."""
+    r, sigma, steps, delta, n = 32, 6.0, 20, 1e-3, 400_000
+    z2 = r / np.random.default_rng(0).chisquare(r, (steps, n))
+    mu = np.sqrt(z2.sum(axis=0)) / sigma
+
+    def divergence(e: float) -> float:
+        return float(np.mean(special.ndtr(mu / 2 - e / mu) - np.exp(e + special.log_ndtr(-mu / 2 - e / mu))))
+
+    expected = _exact_epsilon(divergence, delta)
+    found = epsilon(noise_multiplier=sigma, delta=delta, sample_rate=1.0, steps=steps, sketch_dim=r)
+    assert found.lower * (1 - 2e-3) <= expected <= found.upper * (1 + 2e-3)
+    assert found.upper == pytest.approx(expected, rel=1e-2)

@@ -134,7 +134,8 @@ def test_gaussian_curve_survives_extreme_orders() -> None:
 def test_discrete_laws_are_laws(law: SensitivityLaw, sigma: float) -> None:
     upper, lower = upper_nodes(law, sigma, 1e-9, 64), lower_nodes(law, sigma, 1e-9, 64)
     assert upper.mass.sum() + upper.infinity == pytest.approx(1.0, abs=1e-12)
-    assert upper.infinity <= 1e-9
+    # The sliver, and what rounding loses of the masses.
+    assert upper.infinity <= 1e-9 + 1e-14
     assert 1 - 2e-9 <= lower.mass.sum() <= 1 + 1e-12
     assert np.all(upper.mass > 0)
     # More bins, tighter on both sides.

@@ -13,7 +13,7 @@ DELTA = 1e-5
 EXACT = StepEvent(noise_multiplier=1.0, sample_rate=0.02)
 SKETCHED = StepEvent(noise_multiplier=1.1, sample_rate=0.02, sketch_dim=16)
 # What two compositions of one distribution may differ by.
-ROUNDING = 1 - 1e-5
+ROUNDING = 1 - 5e-5
 
 
 def composed(*history):

@@ -180,7 +180,7 @@ class TestArguments:
             ({"estimator": "hutchpp"}, "estimator"),
             ({"sketch_dim": 0}, "sketch_dim"),
             ({"sketch_dim": 2.5}, "sketch_dim"),
-            ({"projection": "rademacher"}, "projection"),
+            ({"projection": "countsketch"}, "projection"),
             ({"projection": "sparse"}, "projection"),
         ],
     )

@@ -17,7 +17,8 @@ from dprc_lightning.sketch import exact
 
 
 def row(parameter, shape=(4, 3), estimator="hutchinson", side="output", modules=1, ghost_rows=None, floats=(1, 2, 3)):
-    return PlanRow(parameter, ("m",) * modules, shape, estimator, side, *floats, ghost_rows)
+    """Its ``floats``: bytes of P, numbers of the sketch, FLOPs."""
+    return PlanRow(parameter, ("m",) * modules, shape, estimator, side, 0, *floats, ghost_rows)
 
 
 def body(text):
@@ -109,8 +110,8 @@ class TestNumbers:
         rows = attach(model, "hutchinson", 4).plan()
         table = format_plan(rows)
         cells = {line[0]: line[1:] for line in body(table)}
-        assert cells["model.layers.{0,1}.self_attn.k_proj.weight"] == "2 8x16 hutchinson input 128 64 384 -".split()
-        assert cells["model.embed_tokens.weight"] == "1 40x16 hutchinson output 160 64 448 -".split()
+        assert cells["model.layers.{0,1}.self_attn.k_proj.weight"] == "2 8x16 hutchinson input 512 64 384 -".split()
+        assert cells["model.embed_tokens.weight"] == "1 40x16 hutchinson output 640 64 448 -".split()
         assert cells["model.norm.weight"] == "1 16 exact - - 16 - -".split()
         assert sum(int(line[0]) for line in cells.values()) == len(list(model.parameters()))
         trained = sum(p.numel() for p in model.parameters())
