@@ -25,7 +25,8 @@ class BadRecord(LM):
     def per_sample_loss(self, batch):
         losses = super().per_sample_loss(batch)
         bad = (batch["input_ids"] == Records().rows[1]["input_ids"]).all(1)
-        return torch.where(bad, losses * torch.inf, losses)
+        # Not torch.where of the two losses: zero times infinity, in its backward, would make every record bad.
+        return losses * torch.where(bad, torch.inf, 1.0)
 
 
 class Unfreezes(LM):
