@@ -243,6 +243,15 @@ class DPRCCLI(LightningCLI):
         return f"interrupted after step {run.applied} of {run.resolved.steps}; {advice}"
 
 
+def find_own_classes() -> None:
+    """Let settings name classes from the folder that one works in, as with `python -m`.
+
+    First in the path, because some packages bring a top-level `examples` or `benchmarks`, which would hide them.
+    """
+    if sys.path[:1] not in ([os.getcwd()], [""]):
+        sys.path.insert(0, os.getcwd())
+
+
 def run(arguments: Sequence[str]) -> None:
     """Run one of LightningCLI's subcommands.
 
@@ -254,10 +263,7 @@ def run(arguments: Sequence[str]) -> None:
     """
     # Nothing here needs a hub; a run that uses one sets it to 0.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    # As with `python -m`: classes of one's own are named from the folder that one works in. First, because some
-    # packages bring a top-level `examples` or `benchmarks`, which would hide them.
-    if sys.path[:1] not in ([os.getcwd()], [""]):
-        sys.path.insert(0, os.getcwd())
+    find_own_classes()
     for message in _ADVICE:
         warnings.filterwarnings("ignore", message)
     # dprc dispatches before Lightning parses; it warns of a difference between the two that cannot be there.

@@ -16,7 +16,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from toy import ToyData, ToyModule
 
 from dprc_lightning import PerformanceConfig, PrivacyConfig
-from dprc_lightning.accounting import Ledger
+from dprc_lightning.accounting import Ledger, calibrate_noise_multiplier
 from dprc_lightning.cli import main
 from dprc_lightning.errors import DatasetError, DPRCError
 from dprc_lightning.lightning_cli import _resume_in_place
@@ -493,3 +493,28 @@ class TestWhereAResumeGoes:
         before = trainer.clone()
         _resume_in_place(trainer, checkpoint)
         assert trainer == before
+
+
+def test_a_bound_that_is_infinite_comes_with_its_reason_and_as_valid_json(capsys):
+    setting = ["--delta", "1e-5", "--sample_rate", "0.05", "--steps", "200", "--sketch_dim", "1", "--format", "json"]
+    assert main(["epsilon", "--noise_multiplier", "1", *setting]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert found["epsilon"]["upper"] is None and "raise sketch_dim (now 1)" in found["reason"]
+
+
+def test_calibrate_tells_what_the_sketch_costs_and_rounds_up(capsys):
+    setting = ["--epsilon", "2", "--delta", "1e-5", "--sample_rate", "0.2", "--steps", "20", "--sketch_dim", "16"]
+    assert main(["calibrate", *setting]) == 0
+    table = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "bounds" not in line)
+    assert main(["calibrate", *setting, "--format", "json"]) == 0
+    exactly = json.loads(capsys.readouterr().out)["noise_multiplier"]
+    assert exactly <= float(table["noise_multiplier"]) < exactly * (1 + 1e-5)
+    exact = calibrate_noise_multiplier(epsilon=2.0, delta=1e-5, sample_rate=0.2, steps=20)
+    assert table["over_exact_norms"] == f"+{100 * (exactly / exact - 1):.1f} %"
+
+
+def test_a_delta_above_one_over_the_records_is_refused(capsys):
+    setting = ["--delta", "1e-3", "--sample_rate", "0.05", "--steps", "20"]
+    assert main(["epsilon", "--noise_multiplier", "1", *setting, "--num_records", "1001"]) == 2
+    assert "--delta=0.001: above 1 / num_records" in capsys.readouterr().err
+    assert main(["epsilon", "--noise_multiplier", "1", *setting, "--num_records", "1000"]) == 0

@@ -32,8 +32,6 @@ _TAIL = 1e-4
 _FEWEST_POINTS = 64
 """One step's losses are resolved by at least so many grid intervals, or the computation is refused."""
 _LEAST_MASS = 1e-300
-_ALL = 1.0 - 1e-9
-"""From here on infinite losses are all that there is."""
 _CANCELLATION = 1e-12
 """Relative error of a Gaussian's divergence in units of sigma; 7e-14 was found up to ten deviations out."""
 _COMPOSED_TAIL = 1e-6
@@ -275,7 +273,6 @@ class UpperBound:
         if all(hopeless):
             return math.inf, math.inf
         single = sum(count for _, count in self._remove) == 1
-        # Of different steps dp_accounting makes one grid as long as all of theirs together.
         several = len(self._remove) > 1
         if rounding <= _ROUNDING_SHARE * delta and not single and not several:
             found = [float(pmf.get_epsilon_for_delta(delta - rounding)) for pmf in self.composed()]
@@ -284,58 +281,30 @@ class UpperBound:
         remove, add = (math.inf if known else value for known, value in zip(hopeless, found, strict=True))
         return remove, add
 
-    def delta_at(self, epsilons: Sequence[float] | FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Certified upper bounds on delta at many orders, from one composition.
-
-        Guarantee: the composed pairs dominate each direction, so that their divergences do at every real order; what
-        was cut off counts as infinite loss, and the rounding of the composition is added.
-
-        Args:
-            epsilons: Orders, any real numbers, in any sequence, shape [n].
-
-        Returns:
-            delta for removing a record and for adding one, in [0, 1], each of shape [n].
-        """
-        if self._hopeless(self._remove, _ALL) or self._hopeless(self._add, _ALL):
-            # Too few finite losses to compose: one bounds every divergence.
-            return np.ones(np.shape(epsilons)), np.ones(np.shape(epsilons))
-        # Beyond exp(700) the divergence at 700 still bounds it; below exp(-700) it is one to all digits.
-        orders = np.clip(np.asarray(epsilons, dtype=np.float64), -700.0, 700.0)
-        rank = np.argsort(orders, kind="stable")
-        found = []
-        for pmf, rounding in zip(self.composed(), self._rounding, strict=True):
-            values = np.ones_like(orders)
-            values[rank] = pmf.get_delta_for_epsilon(orders[rank])
-            found.append(np.clip(np.maximum(values, 0.0) + rounding, 0.0, 1.0))
-        return found[0], found[1]
-
     def composed(self) -> tuple["PLDPmf", "PLDPmf"]:
-        """The composed loss distributions as `dp_accounting` has them, made once.
+        """The composed loss distributions as `dp_accounting` has them, made once. For steps of one kind.
 
-        Guarantee: apart from the rounding of floating point, which `epsilon` and `delta_at` charge, each dominates its
-        direction of the whole history.
+        Guarantee: apart from the rounding of floating point, which `directions` charges, each dominates its direction
+        of the whole history.
 
         Returns:
             One for removing a record and one for adding it.
         """
+        # Of different steps dp_accounting makes one grid as long as all of theirs together, which nothing here bounds.
+        assert len(self._curves) == 1
         if self._composed is None:
-            remove = [(curve, part.step.count) for part, curve, _ in self._curves]
-            add = [(curve, part.step.count) for part, _, curve in self._curves]
-            self._composed = self._compose(remove), self._compose(add)
+            ((part, remove, add),) = self._curves
+            self._composed = self._compose(remove, part.step.count), self._compose(add, part.step.count)
         return self._composed
 
-    def _compose(self, curves: Sequence[tuple[tuple[IntArray, FloatArray], int]]) -> "PLDPmf":
+    def _compose(self, curve: Curve, count: int) -> "PLDPmf":
         # Slow to import (a second): `dprc calibrate --help` must not pay for it.
         from dp_accounting.pld import pld_pmf
 
-        composed = None
-        for (index, delta), count in curves:
-            pmf = pld_pmf.create_pmf_pessimistic_connect_dots(self.interval, index, np.minimum.accumulate(delta))
-            # Sparse distributions compose by dictionaries, and take index ** count as an exact integer to decide it.
-            pmf = pmf.to_dense_pmf().self_compose(count, self._tail)
-            composed = pmf if composed is None else composed.compose(pmf, self._tail)
-        assert composed is not None
-        return composed
+        index, delta = curve
+        pmf = pld_pmf.create_pmf_pessimistic_connect_dots(self.interval, index, np.minimum.accumulate(delta))
+        # Sparse distributions compose by dictionaries, and take index ** count as an exact integer to decide it.
+        return pmf.to_dense_pmf().self_compose(count, self._tail)
 
     @property
     def _rounding(self) -> tuple[float, float]:

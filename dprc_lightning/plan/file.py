@@ -1,7 +1,6 @@
 """The YAML of `dprc fit`, read for its settings and for the shapes of its model: no data, no trainer, no folder."""
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig
 from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.errors import ConfigurationError
-from dprc_lightning.lightning_cli import DPRCCLI, _shorter
+from dprc_lightning.lightning_cli import DPRCCLI, _shorter, find_own_classes
 from dprc_lightning.module import DPRCModule
 from dprc_lightning.plan.shapes import weightless
 
@@ -67,9 +66,7 @@ class FileSettings:
 
     def __init__(self, files: Sequence[str], overrides: Sequence[str]) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-        # Classes of one's own are named from the folder that one works in, as for `dprc fit`.
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
+        find_own_classes()
         quiet = {"exit_on_error": False}
         arguments = ["fit", *(part for file in files for part in ("--config", file)), *overrides]
         # As for `dprc fit`: a warning of a difference that cannot be there.

@@ -9,6 +9,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy import optimize, stats
 
 from dprc_lightning.accounting import Accountant, StepEvent
+from dprc_lightning.accounting.grid import FINE, resolution_for
 from dprc_lightning.errors import InvalidArgumentError
 
 
@@ -118,3 +119,12 @@ def test_what_cannot_be_composed_is_refused_by_name(event: Any, count: int, name
 def test_replace_one_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgumentError, match="^neighboring_relation='replace_one'"):
         Accountant().compose(StepEvent(1.0, 0.1, neighboring_relation="replace_one"))
+
+
+def test_many_kinds_of_steps_are_made_coarser_and_stay_in_order() -> None:
+    """Kinds that differ in nothing that matters cost what one kind does, though each is made coarser."""
+    kinds = [(StepEvent(1.0 + 1e-9 * i, 0.05, 32), 20) for i in range(6)]
+    assert resolution_for(6).bins < resolution_for(4).bins == FINE.bins
+    many, one = Accountant(kinds).epsilon(1e-6), Accountant([(StepEvent(1.0, 0.05, 32), 120)]).epsilon(1e-6)
+    assert many.lower <= one.upper and one.lower <= many.upper
+    assert one.upper <= many.upper * (1 + 1e-4) and many.upper < 1.01 * one.upper

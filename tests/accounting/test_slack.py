@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import integrate, optimize, special, stats
 
+from dprc_lightning.accounting.divergence import Divergences
 from dprc_lightning.accounting.grid import COARSE, FINE
 from dprc_lightning.accounting.law import GaussianConvexLaw, GaussianEnvelopeLaw, Order, SensitivityLaw
 from dprc_lightning.accounting.privacy_loss import Step, UpperBound
@@ -210,7 +211,7 @@ def test_charged_curves_cover_what_the_order_allows(t: float, q: float) -> None:
     upper = UpperBound([Step(law, sigma, q, 1)], 1e-3, COARSE)
     assert upper.slack > 0
     orders = np.concatenate([np.linspace(-12, 12, 97), np.linspace(-0.2, 0.2, 41)])
-    remove, add = upper.delta_at(orders)
+    remove, add = Divergences([upper]).at(orders)
     mu = 1 / sigma / math.sqrt(t * limit)
     for delta, direction in ((remove, "remove"), (add, "add")):
         # The sampled Gaussian's own definition, by the two densities' masses above the threshold.

@@ -12,6 +12,7 @@ from scipy import optimize, stats
 
 from dprc_lightning.accounting import StepEvent, epsilon
 from dprc_lightning.accounting.accountant import upper_bounds
+from dprc_lightning.accounting.divergence import Divergences
 from dprc_lightning.accounting.grid import FINE
 from dprc_lightning.accounting.law import FloatArray
 
@@ -63,7 +64,7 @@ def test_delta_of_one_step_lies_above_the_exact_one_at_every_order(sigma: float,
     """Both directions, negative orders too, through the distributions that are composed."""
     event = StepEvent(sigma, q, k, bound="convex")
     (bound,) = upper_bounds([(event, 1)], 1e-6 * q, FINE)
-    for direction, found in zip(("remove", "add"), bound.delta_at(ORDERS), strict=True):
+    for direction, found in zip(("remove", "add"), Divergences([bound]).at(ORDERS), strict=True):
         exact = np.array([_exact(float(e), sigma, q, k, direction) for e in ORDERS])
         assert np.all(found >= exact * (1 - 1e-9) - 1e-15), direction
         np.testing.assert_allclose(found, exact, rtol=0.01, atol=1e-5 * q)
