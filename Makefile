@@ -6,12 +6,13 @@ STAMP  := $(VENV)/.ok
 RUNS   ?= runs/quickstart
 WORKERS ?= 2
 
-.PHONY: help quickstart test lint bench figures clean
+.PHONY: help quickstart test test-gpu lint bench figures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set up, then fine-tune SmolLM2-135M's first layers privately on the BBC articles"
 	@echo "make test         set up, then run the tests"
+	@echo "make test-gpu     set up, then run every engine over nccl on the GPUs that there are"
 	@echo "make lint         set up, then ruff and mypy"
 	@echo "make bench        set up, then print FLOPs and time of a private step as ratios to a non-private one"
 	@echo "make figures      set up, then draw the figures of docs/accounting.md again"
@@ -42,6 +43,11 @@ quickstart: $(STAMP)
 # One thread per worker: two workers with two threads each crawl on two cores.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+test-gpu: $(STAMP)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+	  "make test-gpu: torch " + torch.__version__ + " finds no GPU here; run make test")'
+	DPRC_TEST_ACCELERATOR=gpu OMP_NUM_THREADS=1 timeout 480 $(BIN)/pytest tests/distributed/test_engines.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

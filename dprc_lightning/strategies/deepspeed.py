@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
-from dprc_lightning.strategies.deepspeed_op import check_can_start
 from dprc_lightning.strategies.order import CallOrder
 from dprc_lightning.strategies.refusals import deepspeed_problems, half_parameter_problems, refuse_optimizer
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
@@ -73,6 +72,9 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Lightning refuses a CPU here, DeepSpeed does not."""
+        # Here, so that `python -m dprc_lightning.strategies.deepspeed_op` does not find itself imported.
+        from dprc_lightning.strategies.deepspeed_op import check_can_start
+
         check_can_start(self.strategy_name, on_cpu=not isinstance(self.accelerator, CUDAAccelerator))
         if not isinstance(self.accelerator, CUDAAccelerator):
             # Also where there is a GPU that is not used.

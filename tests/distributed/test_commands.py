@@ -2,66 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from launcher import TESTS, free_port
+from commands import finish, start
 
 from dprc_lightning.accounting import Ledger
 from dprc_lightning.report import read_report
-
-CONFIG = """
-seed_everything: 0
-privacy: {{noise_multiplier: 1.0, delta: 1.0e-3, sample_rate: 0.25, steps: {steps}, max_grad_norm: 0.5}}
-performance: {{physical_batch_size: 3}}
-model: {{class_path: toy.ToyModule}}
-data: {{class_path: toy.ToyData}}
-test_after_fit: true
-trainer:
-  accelerator: cpu
-  devices: 2
-  num_sanity_val_steps: 0
-  limit_val_batches: 0
-  logger:
-    class_path: lightning.pytorch.loggers.TensorBoardLogger
-    init_args: {{save_dir: {folder}, name: toy}}
-"""
-
-
-STRATEGIES = Path(__file__).parents[2] / "configs" / "strategy"
-
-
-def start(folder: Path, *arguments: str, steps: int = 4, engine: str = "ddp") -> subprocess.Popen:
-    config = folder / "toy.yaml"
-    config.write_text(CONFIG.format(folder=folder / "runs", steps=steps))
-    environment = os.environ | {
-        "PYTHONPATH": str(TESTS),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [sys.executable, "-m", "dprc_lightning.cli", "fit", "--config", str(config)]
-    command += ["--config", str(STRATEGIES / f"{engine}.yaml"), *arguments]
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # A shell gives its background jobs an ignored SIGINT, and what runs the tests may be one.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-
-
-def finish(process: subprocess.Popen, limit: float = 240) -> str:
-    try:
-        return process.communicate(timeout=limit)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError("it hangs: " + process.communicate()[0][-3000:]) from None
 
 
 # Those of the other engines are in the test of signals.

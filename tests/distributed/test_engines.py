@@ -1,4 +1,7 @@
-"""Every engine on two to four gloo processes, against one process that clips by hand."""
+"""Every engine on two to four gloo processes, against one process that clips by hand.
+
+`make test-gpu` runs the same over nccl, each engine on as many of its processes as there are devices.
+"""
 
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from filelock import FileLock
 from launcher import launch
 from scipy import stats
 from toy import share_secret
-from worker import fit, noise_of
+from worker import ON_GPUS, fit, noise_of
 
 from dprc_lightning.accounting import Ledger
 from dprc_lightning.report import read_report
@@ -39,6 +42,25 @@ JOBS = {
     "zero3-2": _ZERO,
     "zero3-4": [name for name in _ZERO if name not in _RESUMED],
 }
+
+
+def on_gpus(jobs, devices):
+    """The jobs as they can be run there, and none twice."""
+    fitted = {}
+    for job, names in jobs.items():
+        engine, world_size = job.rsplit("-", 1)
+        ranks = min(int(world_size), devices)
+        # Two copies, each of a device at least.
+        ranks -= ranks % 2 if engine == "hsdp" else 0
+        # FSDP1 refuses to run alone.
+        if ranks > (engine == "fsdp"):
+            known = fitted.get(f"{engine}-{ranks}", [])
+            fitted[f"{engine}-{ranks}"] = [*known, *(name for name in names if name not in known)]
+    return fitted
+
+
+if ON_GPUS:
+    JOBS = on_gpus(JOBS, torch.cuda.device_count())
 ALL = [(job, name) for job, names in JOBS.items() for name in names]
 
 
@@ -110,7 +132,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(folder_of, job, name):
         assert all(torch.equal(result["state"][key], value) for key, value in result["straight"].items())
 
 
-@pytest.mark.parametrize("job", ["ddp-2", "ddp-3"])
+@pytest.mark.parametrize("job", [job for job in JOBS if job.startswith("ddp")])
 def test_gradients_are_reduced_in_the_last_micro_batch_alone(folder_of, job):
     world_size = int(job.rsplit("-", 1)[1])
     batches, physical = CELLS["three_micro_batches"].batches, CELLS["three_micro_batches"].physical
@@ -132,6 +154,13 @@ def test_noise_is_one_draw_per_element(folder_of, job):
     # Of two shards, one after the other: what they share would show as a correlation.
     halves = moved[: len(moved) // 2], moved[len(moved) // 2 : len(moved) // 2 * 2]
     assert abs(np.corrcoef(*halves)[0, 1]) < 5 / np.sqrt(len(halves[0]))
+
+
+def test_each_engine_runs_on_whatever_devices_there_are():
+    assert set(on_gpus(JOBS, 4)) == set(JOBS) or ON_GPUS
+    one = on_gpus(JOBS, 1)
+    assert "fsdp2-1" in one and "zero3-1" in one and not any("hsdp" in job for job in one)
+    assert set(one["fsdp2-1"]) == set(JOBS.get("fsdp2-2", CELLS))
 
 
 @pytest.mark.parametrize(("job", "name"), ALL)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 from cells import CELLS, LM, Data
 from torch.nn.parallel import DistributedDataParallel
-from toy import ZeroNoise, trainer
+from toy import ZeroNoise
+from toy import trainer as cpu_trainer
 
 from dprc_lightning.errors import InterruptedRun
 from dprc_lightning.keys import RunSecret
@@ -23,6 +25,11 @@ from dprc_lightning.strategies import (
     PrivateFSDP2Strategy,
     PrivateFSDPStrategy,
 )
+
+# `make test-gpu`: the same matrix over nccl.
+ON_GPUS = os.environ.get("DPRC_TEST_ACCELERATOR") == "gpu"
+BACKEND = "nccl" if ON_GPUS else "gloo"
+trainer = partial(cpu_trainer, accelerator="gpu") if ON_GPUS else cpu_trainer
 
 # With its own limits ZeRO-3 never partitions so small a model again after the first step.
 SMALL = {
@@ -46,23 +53,23 @@ ENGINES = {
     "ddp": PrivateDDPStrategy,
     **{
         f"zero{stage}": lambda stage=stage, **kwargs: PrivateDeepSpeedStrategy(
-            stage=stage, process_group_backend="gloo", **SMALL[stage], **kwargs
+            stage=stage, process_group_backend=BACKEND, **SMALL[stage], **kwargs
         )
         for stage in (1, 2, 3)
     },
-    "fsdp": lambda **kwargs: PrivateFSDPStrategy(process_group_backend="gloo", **kwargs),
-    "fsdp2_offload": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", cpu_offload=True, **kwargs),
+    "fsdp": lambda **kwargs: PrivateFSDPStrategy(process_group_backend=BACKEND, **kwargs),
+    "fsdp2_offload": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend=BACKEND, cpu_offload=True, **kwargs),
     "zero2_offload": lambda **kwargs: PrivateDeepSpeedStrategy(
-        stage=2, offload_optimizer=True, process_group_backend="gloo", **kwargs
+        stage=2, offload_optimizer=True, process_group_backend=BACKEND, **kwargs
     ),
     "zero3_offload": lambda **kwargs: PrivateDeepSpeedStrategy(
-        stage=3, offload_optimizer=True, offload_parameters=True, process_group_backend="gloo", **kwargs
+        stage=3, offload_optimizer=True, offload_parameters=True, process_group_backend=BACKEND, **kwargs
     ),
-    "hsdp": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", replicas=2, **kwargs),
+    "hsdp": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend=BACKEND, replicas=2, **kwargs),
     "fsdp2_sharded": lambda **kwargs: PrivateFSDP2Strategy(
-        process_group_backend="gloo", save_distributed_checkpoint=True, **kwargs
+        process_group_backend=BACKEND, save_distributed_checkpoint=True, **kwargs
     ),
-    "fsdp2": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend="gloo", **kwargs),
+    "fsdp2": lambda **kwargs: PrivateFSDP2Strategy(process_group_backend=BACKEND, **kwargs),
 }
 
 
@@ -114,8 +121,9 @@ def whole_state(module):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(parameters):
-            return {key: value.clone() for key, value in module.net.state_dict().items()}
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in module.net.state_dict().items()}
+            return {key: value.cpu().clone() for key, value in module.net.state_dict().items()}
+    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in module.net.state_dict().items()}
+    return {key: value.cpu() for key, value in whole.items()}
 
 
 def run_straight(name, folder, engine, world_size):
