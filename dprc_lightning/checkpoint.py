@@ -18,6 +18,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig
 from dprc_lightning.errors import CheckpointError, InvalidArgumentError
 from dprc_lightning.keys import fsync_directory
+from dprc_lightning.manifest import MANIFEST
 
 SAFE_CLASSES: tuple[type, ...] = (PrivacyConfig, PerformanceConfig, pathlib.PosixPath)
 """What `save_hyperparameters` puts into a checkpoint beyond tensors and plain values. Making one of these runs nothing:
@@ -110,7 +111,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 "weights_only", weights_only, "a checkpoint is never allowed to run code: leave it out"
             )
         file = _local(path)
-        if file.is_dir():
+        if (file / MANIFEST).is_file():
             raise CheckpointError(
                 f"{file} is a folder, which a strategy that shards wrote; load it with that one (dprc_fsdp2 or "
                 "dprc_deepspeed_stage_1, _2, _3)"

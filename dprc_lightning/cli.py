@@ -7,12 +7,13 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from dprc_lightning import __version__
+from dprc_lightning.bench.command import add_benchmarks
 from dprc_lightning.errors import DPRCError, InterruptedRun, InvalidArgumentError, RankZeroError
+from dprc_lightning.show import show
 
 _LIGHTNING = {
     "fit": "train privately",
@@ -138,42 +139,7 @@ def _light(arguments: list[str]) -> int:
     export.set_defaults(run=_export)
 
     bench = commands.add_parser("bench", help="cost of a private step, as ratios to a non-private one")
-    benches = bench.add_subparsers(dest="what", metavar="what", required=True)
-    step = benches.add_parser("step", help="FLOPs, peak memory and CPU seconds of one step of a small Llama")
-    step.add_argument("--tokens", type=int, default=512, help="T")
-    step.add_argument("--records", type=int, default=4, help="B")
-    step.add_argument("--sketch_dim", type=int, nargs="+", default=[32], help="k of each row; exact norms come beside")
-    step.add_argument("--rounds", type=int, default=5, help="how often each kind of step is timed")
-    step.add_argument("--tied", action="store_true", help="share the weight of embedding and head")
-    step.add_argument("--checkpointing", action="store_true", help="recompute activations, on both sides")
-    step.add_argument(
-        "--strategy",
-        help="an alias (dprc_fsdp2, ...): start its ranks here and count what they send each other instead",
-    )
-    step.add_argument("--devices", type=int, default=None, help="with --strategy: how many processes; default 2")
-    step.add_argument("--micro_batches", type=int, default=1, help="with --strategy: how many on each rank")
-    step.add_argument(
-        "--strategy_args", default="{}", metavar="JSON", help='its settings, as {"reshard_after_forward": false}'
-    )
-    step.add_argument("--timeout", type=float, default=600.0, help="with --strategy: seconds until all are stopped")
-    step.add_argument("--format", choices=("table", "json"), default="table")
-    step.set_defaults(run=_bench_step)
-
-    noise = benches.add_parser("noise", help="memory and CPU seconds of the noise on one rank's shard of a gradient")
-    noise.add_argument("--elements", type=int, nargs="+", default=[2**22, 2**24, 2**26], help="of the shard, float32")
-    noise.add_argument("--rounds", type=int, default=3, help="how often each size is timed")
-    noise.add_argument("--format", choices=("table", "json"), default="table")
-    noise.set_defaults(run=_bench_noise)
-
-    accounting = benches.add_parser("accounting", help="cost of knowing epsilon after each step of a run")
-    accounting.add_argument("--noise_multiplier", type=float, required=True, help="sigma")
-    accounting.add_argument("--sample_rate", type=float, required=True, help="q")
-    accounting.add_argument("--steps", type=int, required=True, help="logical steps of the run")
-    accounting.add_argument("--delta", type=float, default=1e-5)
-    accounting.add_argument("--sketch_dim", type=int, default=None, help="k; exact norms without")
-    accounting.add_argument("--rounds", type=int, default=5, help="how often it is timed")
-    accounting.add_argument("--format", choices=("table", "json"), default="table")
-    accounting.set_defaults(run=_bench_accounting)
+    add_benchmarks(bench.add_subparsers(dest="what", metavar="what", required=True))
 
     options, overrides = parser.parse_known_args(arguments)
     if options.command is None:
@@ -266,7 +232,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         "epsilon_bounds": {"lower": bounds.lower, "estimate": bounds.estimate, "upper": bounds.upper},
         "certified": bounds.certified,
     }
-    _show(found, options.format, settings)
+    show(found, options.format, settings)
     return 0
 
 
@@ -285,7 +251,7 @@ def _epsilon(options: argparse.Namespace) -> int:
         mechanism = (settings["sample_rate"], settings["sketch_dim"], settings["projection"], settings["bound"])
         event = StepEvent(options.noise_multiplier, *mechanism)
         found["reason"] = why_infinite([(event, options.steps)], options.delta)
-    _show(found, options.format, {"noise_multiplier": options.noise_multiplier, **settings})
+    show(found, options.format, {"noise_multiplier": options.noise_multiplier, **settings})
     return 0
 
 
@@ -320,136 +286,6 @@ def _export(options: argparse.Namespace) -> int:
     )
     print(f"{options.out}: exported; its README.md carries the privacy statement")
     return 0
-
-
-def _bench_step(options: argparse.Namespace) -> int:
-    for name in ("tokens", "records", "rounds"):
-        if getattr(options, name) < 1:
-            raise InvalidArgumentError(f"--{name}", getattr(options, name), "expected an integer >= 1")
-    if min(options.sketch_dim) < 1:
-        raise InvalidArgumentError("--sketch_dim", options.sketch_dim, "expected integers >= 1")
-    from dprc_lightning.bench.step import StepShape, measure_step
-
-    shape = StepShape(
-        tokens=options.tokens, records=options.records, tied=options.tied, checkpointing=options.checkpointing
-    )
-    if options.strategy is not None:
-        return _bench_engine(options, shape)
-    found = measure_step(
-        shape, [0, *options.sketch_dim], options.rounds, lambda line: print(line, file=sys.stderr, flush=True)
-    )
-    if options.format == "json":
-        print(json.dumps(found))
-        return 0
-    print(f"{'step':<20} {'GFLOP':>9} {'ratio':>6} {'peak MiB':>9} {'ratio':>6} {'CPU s':>8} {'ratio':>6}")
-    for row in found["rows"]:
-        print(
-            f"{row['step']:<20} {row['flops'] / 1e9:>9.2f} {row['flops_ratio']:>6.3f} "
-            f"{row['peak_bytes'] / 2**20:>9.1f} {row['peak_ratio']:>6.3f} "
-            f"{row['cpu_seconds_min']:>8.3f} {row['cpu_ratio']:>6.2f}"
-        )
-    print("peak: live tensors at one time (parameters, gradients, activations, temporaries; no optimizer)")
-    print(f"{found['shape']}, {found['rounds']} rounds, {found['machine']}")
-    return 0
-
-
-def _bench_engine(options: argparse.Namespace, shape: Any) -> int:
-    devices = (1 if options.strategy == "dprc_single" else 2) if options.devices is None else options.devices
-    for name, value in (("devices", devices), ("micro_batches", options.micro_batches)):
-        if value < 1:
-            raise InvalidArgumentError(f"--{name}", value, "expected an integer >= 1")
-    if not options.timeout > 0:
-        raise InvalidArgumentError("--timeout", options.timeout, "expected seconds > 0")
-    if len(options.sketch_dim) > 1:
-        raise InvalidArgumentError("--sketch_dim", options.sketch_dim, "expected one integer with --strategy")
-    try:
-        settings = json.loads(options.strategy_args)
-    except json.JSONDecodeError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise InvalidArgumentError("--strategy_args", options.strategy_args, "expected a JSON object")
-    from dprc_lightning.bench.engines import EngineBench, measure_engine
-
-    bench = EngineBench(
-        options.strategy, devices, settings, shape, options.sketch_dim[0], options.micro_batches, options.rounds
-    )
-    found = measure_engine(bench, options.timeout, lambda line: print(line, file=sys.stderr, flush=True))
-    if options.format == "json":
-        print(json.dumps(found))
-        return 0
-    print(f"{'step':<12} {'phase':<18} {'collective':<15} {'calls':>6} {'MiB':>10}")
-    for row in found["rows"]:
-        for phase, kinds in row["phases"].items():
-            for kind, sent in kinds.items():
-                print(f"{row['step']:<12} {phase:<18} {kind:<15} {sent['calls']:>6} {sent['bytes'] / 2**20:>10.3f}")
-    print(f"\n{'step':<12} {'gathers':>8} {'models':>7} {'reductions':>11} {'models':>7} {'CPU s':>8} {'ratio':>6}")
-    for row in found["rows"]:
-        print(
-            f"{row['step']:<12} {row['gathers']:>8} {row['gathered_models']:>7.2f} {row['reductions']:>11} "
-            f"{row['reduced_models']:>7.2f} {row['cpu_seconds_min']:>8.3f} {row['ratio']:>6.2f}"
-        )
-    print(
-        "calls and bytes: one step of rank 0; control: what carries no floating-point numbers; models: bytes over those"
-    )
-    print("of all parameters; CPU s: all ranks together; ratio: of CPU seconds, on a GPU of wall-clock seconds")
-    told = ("strategy", "devices", "options", "shape", "sketch_dim", "micro_batches", "rounds", "machine")
-    print({name: found[name] for name in told})
-    return 0
-
-
-def _bench_noise(options: argparse.Namespace) -> int:
-    if options.rounds < 1:
-        raise InvalidArgumentError("--rounds", options.rounds, "expected an integer >= 1")
-    if min(options.elements) < 1:
-        raise InvalidArgumentError("--elements", options.elements, "expected integers >= 1")
-    from dprc_lightning.bench.noise import measure_noise
-
-    found = measure_noise(options.elements, options.rounds, lambda line: print(line, file=sys.stderr, flush=True))
-    if options.format == "json":
-        print(json.dumps(found))
-        return 0
-    print(f"{'elements':>12} {'gradient MiB':>13} {'extra MiB':>10} {'CPU s':>8} {'s per 10^9':>11}")
-    for row in found["rows"]:
-        print(
-            f"{row['elements']:>12} {row['gradient_bytes'] / 2**20:>13.1f} {row['extra_bytes'] / 2**20:>10.1f} "
-            f"{row['cpu_seconds_min']:>8.3f} {row['seconds_per_billion']:>11.1f}"
-        )
-    print("extra: the most that is live beyond parameter and gradient; s per 10^9: CPU seconds, extrapolated")
-    print(f"chunks of {found['chunk']} elements, {found['rounds']} rounds, {found['machine']}")
-    return 0
-
-
-def _bench_accounting(options: argparse.Namespace) -> int:
-    for name in ("steps", "rounds"):
-        if getattr(options, name) < 1:
-            raise InvalidArgumentError(f"--{name}", getattr(options, name), "expected an integer >= 1")
-    from dprc_lightning.accounting import StepEvent
-    from dprc_lightning.bench.accounting import measure_accounting
-
-    event = StepEvent(options.noise_multiplier, options.sample_rate, options.sketch_dim)
-    _show(measure_accounting(event, options.steps, options.delta, options.rounds), options.format)
-    return 0
-
-
-def _show(found: dict[str, Any], form: str, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """What was found in its own order, then the settings by name."""
-    if form == "json":
-        print(json.dumps(_finite({**found, **settings}), allow_nan=False))
-        return
-    lines = []
-    for name, value in [*found.items(), *sorted(settings.items())]:
-        for row, entry in value.items() if isinstance(value, dict) else [("", value)]:
-            lines.append((f"{name} {row}".strip(), "exact norms" if entry is None else str(entry)))
-    width = max(len(name) for name, _ in lines)
-    for name, entry in lines:
-        print(f"{name:<{width}}  {entry}")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null says that there is no number."""
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rounded_up(sigma: float) -> str:

@@ -37,7 +37,7 @@ def test_the_readme_has_what_is_tested_here():
     assert len(EXAMPLES) == 3
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "bench", "figures", "clean"])
+@pytest.mark.parametrize("target", ["quickstart", "test", "test-gpu", "lint", "bench", "figures", "clean"])
 def test_make_targets_exist(target):
     """CI runs `make lint`, `make test` and `make quickstart` for real, in a fresh environment."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
@@ -69,7 +69,12 @@ PLANS = [c for c in COMMANDS if c.startswith("dprc plan")]
 @pytest.mark.parametrize("command", LIGHT)
 def test_light_commands(command):
     if "bench" in command:
-        short = {"--tokens 512 --rounds 5": "--tokens 16 --rounds 1", "--steps 1000": "--steps 50"}
+        short = {
+            "--tokens 512 --rounds 5": "--tokens 16 --rounds 1",
+            "--devices 2 --tokens 64": "--devices 1 --tokens 16 --rounds 1",
+            "--elements 4194304": "--elements 1000 --rounds 1",
+            "--steps 1000": "--steps 50",
+        }
         given = next(words for words in short if words in command)
         command = command.replace(given, short[given])
     assert run(command)
