@@ -217,8 +217,11 @@ class ModelGuard:
             view: What its module has found in its place; the hook goes with it.
         """
 
-        def before(gradient: Tensor) -> None:
+        def before(gradient: Tensor | None) -> None:
             self._refuse_unseen(tracker)
+            if gradient is None:
+                # Another use of the weight, through another view, has the sum of both.
+                return
             self._arrivals.append(tracker.name)
             tracker.passed(gradient)
 

@@ -51,6 +51,23 @@ def rounding_share(rows: Tensor, blocks: Tensor, *, may_flip: bool) -> Tensor:
 
 
 @dataclass(eq=False)
+class Uses:
+    """The uses of one parameter that one norm pass met; its clipped backward meets them again.
+
+    The gradients of a tied weight go into one buffer, which the last of its uses hands to autograd.
+
+    Attributes:
+        count: How many the norm pass met.
+        arrived: How many the clipped backward has met.
+        total: Their gradient so far.
+    """
+
+    count: int = 0
+    arrived: int = 0
+    total: Tensor | None = None
+
+
+@dataclass(eq=False)
 class ParameterTracker:
     """One trainable parameter: how its per-record gradient norm is had, and what arrived for it in this pass.
 
@@ -58,6 +75,7 @@ class ParameterTracker:
         name: First name in ``model.named_parameters()``: part of the key of P.
         parameter: The parameter that the optimizer steps: itself, or this rank's shard of it.
         shape: Of the whole parameter, when `attach` found it: a shard's own says something else.
+        uses: Those of the last norm pass.
         stand_in: Under an engine that shards, the whole parameter, or the view, that the last forward saw in its place.
         kind: ``matrix`` (two factors) or ``vector`` (its per-record gradient is small and summed as it is).
         estimator: ``exact`` or ``hutchinson``.
@@ -76,6 +94,7 @@ class ParameterTracker:
     forward_uses: int = 0
     contributions: int = 0
     stand_in: Tensor | None = None
+    uses: Uses = field(default_factory=Uses)
     _expected: int = 0
     _sum: Tensor | None = None
     _uses: list[Factors] = field(default_factory=list)
@@ -97,11 +116,16 @@ class ParameterTracker:
         shape = self.shape
         return shape[0], shape[1:].numel()
 
+    @property
+    def draws(self) -> dict[str, int]:
+        """The projections that its norm needs: their names, as `Projections.matrix` has them, and their rows."""
+        return {} if self.estimator == "exact" else {self.name: self.matrix_shape[self.side]}
+
     def start(self) -> None:
         """Begin a norm pass: uses counted in the forward are now expected, and counting starts anew."""
         self._expected, self.forward_uses = self.forward_uses, 0
         self.clear()
-        self.contributions = 0
+        self.contributions, self.uses = 0, Uses()
 
     def clear(self) -> None:
         """Drop everything that was kept for the squared norm."""
@@ -276,8 +300,34 @@ class ParameterTracker:
                 return squared_norms([use])
             self._uses.append(use)
             return None
+        return self._add(self.part(use, projections), complete)
+
+    def part(self, use: Factors, projections: Projections) -> Tensor:
+        """What a part of a use adds before anything is squared.
+
+        Args:
+            use: Its factors.
+            projections: Where P comes from.
+
+        Returns:
+            [B, ..., ...], float32: a sketch, or each record's whole gradient where the norm is exact.
+        """
+        if self.estimator == "exact":
+            records = range(use.right.shape[0])
+            return torch.stack([use.dense(i) for i in records]) if records else use.right.new_zeros(0, *use.shape)
         projection = projections.matrix(self.name, self.matrix_shape[self.side], use.right.device)
-        return self._add(sketch(use, projection, self.side), complete)
+        return sketch(use, projection, self.side)
+
+    def add_part(self, value: Tensor) -> Tensor | None:
+        """Add one use that came in parts.
+
+        Args:
+            value: The sum over them of `part`.
+
+        Returns:
+            Squared norms [B], float32, if they are complete already, else None.
+        """
+        return self._add(value, self._arrived())
 
     def add_vector(self, per_record: Tensor) -> Tensor | None:
         """Add one use of a vector.
@@ -303,7 +353,12 @@ class ParameterTracker:
             Squared norms [B], float32, or None if nothing was kept.
         """
         squared = None
-        if self._uses:
+        if self._uses and self._sum is not None:
+            # One use came whole, another in parts: both are the gradient itself where the norm is exact.
+            records = range(len(self._sum))
+            whole = [sum((use.dense(i) for use in self._uses), self._sum[i]) for i in records]
+            squared = torch.stack(whole).square().flatten(1).sum(1) if whole else self._sum.flatten(1).sum(1)
+        elif self._uses:
             squared = squared_norms(self._uses)
         elif self._sum is not None:
             squared = self._sum.square().flatten(1).sum(1)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dprc_lightning.errors import LossShapeError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
-from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.sketch import Factors, Projections, weighted_sum
+from dprc_lightning.layers.tracker import ParameterTracker, Uses
+from dprc_lightning.layers.use import MatrixUse, norms_of, wide_dtype
+from dprc_lightning.sketch import Factors, Projections
 
 MISMATCH = 1e-4
 """By how much of S, the sum of the norms of a record's terms, S itself and a random functional of the gradient may
@@ -79,6 +80,7 @@ class PassState:
         self._factors_over_c = torch.zeros(0)
         self._findings: list[tuple[str, Tensor]] = []
         self._deterministic = True
+        self._open: list[Uses] = []
 
     def anchor(self, device: torch.device) -> Tensor:
         """A scalar that every instrumented op takes, and the only input asked of `autograd.grad` in the norm pass.
@@ -148,7 +150,8 @@ class PassState:
         """Names of the parameters whose layers saw a gradient in another record's row in that backward."""
         return list(dict.fromkeys(name for name, found in self._findings if bool(found)))
 
-    def _look_at_others(self, tracker: ParameterTracker, output_gradient: Tensor) -> None:
+    def look_at_others(self, tracker: ParameterTracker, output_gradient: Tensor) -> None:
+        """Note whether a layer sees a gradient in the row of a record whose loss is not among those that run."""
         if output_gradient.ndim and output_gradient.shape[0] == self._records:
             rows = output_gradient[self._others.to(output_gradient.device)]
             # Zero times an infinite activation is NaN, in a record that is bad by itself.
@@ -177,7 +180,7 @@ class PassState:
             if floor is not None:
                 square = floor.double().square()
                 floors = square if floors is None else floors + square.to(floors.device)
-            self._accumulate(tracker.finish())
+            self.accumulate(tracker.finish())
         squared, self._squared = self._squared, None
         if squared is None or floors is None:
             return None
@@ -215,16 +218,65 @@ class PassState:
         for message, found in (*self._findings, *of_views):
             if bool(found):
                 raise UnclippedGradientError(message)
+        if any(uses.total is not None for uses in self._open):
+            raise UnclippedGradientError(
+                "a use of a tied weight that the norm pass met did not come in the clipped backward; give both the "
+                "same losses of the same forward"
+            )
 
     def abort(self) -> None:
         """Back to idle, with nothing kept; right after either pass, also after an exception."""
         self.mode = Mode.IDLE
         self._squared, self._scales = None, ()
         self._findings = []
+        for uses in self._open:
+            uses.total = None
+        self._open = []
         for tracker in self.trackers.values():
             tracker.clear()
 
     # Called by the layers' backwards --------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether neither pass is running: a backward is then none of ours."""
+        return self.mode is Mode.IDLE
+
+    @property
+    def isolating(self) -> bool:
+        """Whether the backward is one of some records' losses alone."""
+        return self.mode is Mode.ISOLATE
+
+    @property
+    def taking_norms(self) -> bool:
+        """Whether it is the norm pass."""
+        return self.mode is Mode.NORM
+
+    def uses_of(self, ctx: Any, tracker: ParameterTracker) -> Uses | None:
+        """What the uses of a parameter share; the norm pass counts them.
+
+        Args:
+            ctx: The autograd node's own context.
+            tracker: The parameter.
+
+        Returns:
+            None in a backward that is none of ours.
+
+        Raises:
+            StepOrderError: The clipped backward of a graph that no norm pass has seen, or that was clipped already.
+        """
+        if self.mode is Mode.NORM:
+            tracker.uses.count += 1
+            ctx.uses = tracker.uses
+        elif self.mode is Mode.CLIP:
+            if getattr(ctx, "seen", None) is None:
+                raise StepOrderError(_unseen(tracker))
+            if ctx.uses not in self._open:
+                self._open.append(ctx.uses)
+        else:
+            return None
+        uses: Uses = ctx.uses
+        return uses
 
     def matrix(
         self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor, left: Tensor, right: Tensor
@@ -241,21 +293,9 @@ class PassState:
         Returns:
             The weight gradient, of the parameter's shape and at least float32; None in the norm pass.
         """
-        self._refuse_float16(tracker, output_gradient)
-        if self.mode is Mode.ISOLATE:
-            self._look_at_others(tracker, output_gradient)
-            return None
-        use = self._factors(tracker, left, right)
-        if self.mode is not Mode.IDLE:
-            sizes = _norms(use.right, -1)
-            if not use.one_hot:
-                sizes = sizes * _norms(use.left, -1)
-            self._witness(ctx, tracker, output_gradient, sizes, tracker.functional(use.left, use.right))
-        if self.mode is Mode.NORM:
-            self._accumulate(tracker.add_factors(use, self.projections))
-            return None
-        total = weighted_sum(use, self._weights(use.right.shape[0]), _wide(tracker.parameter))
-        return self._produced(tracker, total.view(tracker.shape))
+        use = MatrixUse(self, ctx, tracker, in_parts=False)
+        use.add(output_gradient, left, right)
+        return use.finish()
 
     def vector(
         self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor, per_position: Tensor
@@ -271,24 +311,27 @@ class PassState:
         Returns:
             The gradient, of the parameter's shape and at least float32; None in the norm pass.
         """
-        self._refuse_float16(tracker, output_gradient)
+        self.refuse_float16(tracker, output_gradient)
         if self.mode is Mode.ISOLATE:
-            self._look_at_others(tracker, output_gradient)
+            self.look_at_others(tracker, output_gradient)
             return None
-        dims, wide = len(tracker.shape), _wide(tracker.parameter)
+        dims, wide = len(tracker.shape), wide_dtype(tracker.parameter)
         if self.mode is Mode.IDLE:
             return per_position.to(wide).sum_to_size(tracker.shape)
         self._check_batch(tracker, per_position, trailing=dims)
         positions = tuple(range(1, per_position.ndim - dims))
         per_record = per_position.sum(positions, dtype=wide) if positions else per_position.to(wide)
         entries = per_position.unsqueeze(-1) if dims == 0 else per_position
-        sizes = _norms(entries, tuple(range(entries.ndim - max(dims, 1), entries.ndim)))
+        sizes = norms_of(entries, tuple(range(entries.ndim - max(dims, 1), entries.ndim)))
         flat = sizes.flatten(1) if positions else sizes.unsqueeze(1)
-        self._witness(ctx, tracker, output_gradient, flat, tracker.vector_functional(per_record))
         if self.mode is Mode.NORM:
-            self._accumulate(tracker.add_vector(per_record.float().unsqueeze(-1) if dims == 0 else per_record.float()))
+            tracker.add_terms(flat)
+        now = torch.stack([flat.sum(1), tracker.vector_functional(per_record)])
+        self.witness(ctx, tracker, output_gradient, now)
+        if self.mode is Mode.NORM:
+            self.accumulate(tracker.add_vector(per_record.float().unsqueeze(-1) if dims == 0 else per_record.float()))
             return None
-        weights = self._weights(per_record.shape[0])
+        weights = self.weights(per_record.shape[0])
         kept = [i for i, weight in enumerate(weights) if weight != 0.0]
         factors = torch.tensor([weights[i] for i in kept], dtype=wide, device=per_record.device)
         chosen = per_record if len(kept) == len(weights) else per_record[kept]
@@ -308,16 +351,15 @@ class PassState:
         if self.mode is Mode.CLIP:
             self._findings.append((_foreign(tracker), tracker.foreign(gradient)))
 
-    def _refuse_float16(self, tracker: ParameterTracker, output_gradient: Tensor) -> None:
+    def refuse_float16(self, tracker: ParameterTracker, output_gradient: Tensor) -> None:
+        """An UnsupportedModuleError for an output gradient in float16."""
         if output_gradient.dtype is torch.float16:
             raise UnsupportedModuleError(
                 f"module {tracker.modules[0]!r}: its output gradient is float16, which needs loss scaling and loses "
                 "small gradients; use bfloat16 (trainer.precision=bf16-mixed) or float32"
             )
 
-    def _witness(
-        self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor, sizes: Tensor, functional: Tensor
-    ) -> None:
+    def witness(self, ctx: Any, tracker: ParameterTracker, output_gradient: Tensor, now: Tensor) -> None:
         """Both passes must meet the same inputs and output gradients.
 
         They do not where something random is drawn again in a recomputation, or when the losses of the two passes are
@@ -328,28 +370,21 @@ class PassState:
             ctx: The autograd node's own context.
             tracker: The parameter.
             output_gradient: As autograd gave it.
-            sizes: Norms of the terms, [B, positions], float32.
-            functional: u^T g_i v, [B], float32.
+            now: [2, B], float32: the sums of the norms of each record's terms, and u^T g_i v.
 
         Raises:
             StepOrderError: The clipped backward of a graph that no norm pass has seen, or that was clipped already.
         """
         half = output_gradient.dtype is torch.bfloat16
         self.coincidence |= self._records in output_gradient.shape[1:-1]
-        now = torch.stack([sizes.sum(1), functional])
         if self.mode is Mode.NORM:
             self.half_precision |= half
             self._deterministic &= output_gradient.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-            tracker.add_terms(sizes)
             ctx.seen = now
             return
         seen = getattr(ctx, "seen", None)
         if seen is None:
-            raise StepOrderError(
-                f"module {tracker.modules[0]!r}: no norm pass has seen it, or it was clipped already; call "
-                "norms(losses) and then once clipped_backward(losses, ...) with the same losses of the same forward, "
-                "and checkpoint with use_reentrant=False"
-            )
+            raise StepOrderError(_unseen(tracker))
         ctx.seen = None
         factors = self._factors_over_c.to(now.device)
         share = HALF_MISMATCH if half else MISMATCH
@@ -362,10 +397,12 @@ class PassState:
             (~agree & (factors > 0)).any(),
         ))
 
-    def _weights(self, records: int) -> Sequence[float]:
+    def weights(self, records: int) -> Sequence[float]:
+        """Each record's clip factor; ones in a backward that is none of ours."""
         return self._scales if self.mode is Mode.CLIP else [1.0] * records
 
-    def _factors(self, tracker: ParameterTracker, left: Tensor, right: Tensor) -> Factors:
+    def factors(self, tracker: ParameterTracker, left: Tensor, right: Tensor) -> Factors:
+        """The two factors with one axis for the records and one for their rows, once their shapes fit."""
         n0, n1 = tracker.matrix_shape
         if self.mode is Mode.IDLE:
             # A backward that is none of ours: records do not matter.
@@ -392,11 +429,20 @@ class PassState:
                 "dimension of every trainable layer's input be the record"
             )
 
-    def _accumulate(self, squared: Tensor | None) -> None:
+    def accumulate(self, squared: Tensor | None) -> None:
+        """Add the squared norms of a parameter, once they are complete."""
         if squared is not None:
             # Float64: over a few hundred parameters float32 would lose 1e-5.
             wide = squared.double()
             self._squared = wide if self._squared is None else self._squared + wide.to(self._squared.device)
+
+
+def _unseen(tracker: ParameterTracker) -> str:
+    return (
+        f"module {tracker.modules[0]!r}: no norm pass has seen it, or it was clipped already; call norms(losses) and "
+        "then once clipped_backward(losses, ...) with the same losses of the same forward, and checkpoint with "
+        "use_reentrant=False"
+    )
 
 
 def _foreign(tracker: ParameterTracker) -> str:
@@ -404,18 +450,6 @@ def _foreign(tracker: ParameterTracker) -> str:
         f"parameter {tracker.name!r} got a gradient that does not come from its module's forward (a functional use, a "
         "penalty on the weights, a second-order loss): its norm was not taken; call the module, or freeze it"
     )
-
-
-def _norms(value: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Norms along some axes, float32; the sum of squares is formed in float32 or better."""
-    if value.dtype is torch.float64:
-        return torch.linalg.vector_norm(value, dim=dim).float()
-    return torch.linalg.vector_norm(value, dim=dim, dtype=torch.float32)
-
-
-def _wide(parameter: Tensor) -> torch.dtype:
-    """What a parameter's gradients are summed in."""
-    return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)

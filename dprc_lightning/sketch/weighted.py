@@ -10,8 +10,13 @@ from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
 LOOP_FROM_ROWS = 64
 """From this many rows per record on, one product per record costs no more than one product of all records."""
 
+SLAB = 2**24
+"""Entries of the temporary products that are added to a larger sum: 64 MiB of float32."""
 
-def weighted_sum(use: Factors, weights: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+
+def weighted_sum(
+    use: Factors, weights: Sequence[float], dtype: torch.dtype = torch.float32, total: Tensor | None = None
+) -> Tensor:
     """``sum_i weights_i * left_i^T right_i``.
 
     Guarantee: record i's term is its own gradient, made of the very factors whose norm was taken, times its weight. The
@@ -26,51 +31,81 @@ def weighted_sum(use: Factors, weights: Sequence[float], dtype: torch.dtype = to
         use: Factors of any floating dtype; products and sums are made in ``dtype``.
         weights: One per record, finite.
         dtype: float32 or float64.
+        total: [n0, n1], ``dtype``, to which the sum is added in place: of other uses, or of the tokens before.
 
     Returns:
-        [n0, n1], ``dtype``.
+        [n0, n1], ``dtype``: ``total`` if it was given. Peak extra memory then: `SLAB` entries, or one row block.
     """
     kept = [i for i, weight in enumerate(weights) if weight != 0.0]
     if not kept:
-        return use.right.new_zeros(use.shape, dtype=dtype)
+        return use.right.new_zeros(use.shape, dtype=dtype) if total is None else total
     if use.one_hot:
-        return _rows_by_id(use, kept, weights).to(dtype)
+        if total is None:
+            total = use.right.new_zeros(use.shape, dtype=dtype)
+        for i in kept:
+            add_rows(total, use.left[i], use.right[i], weights[i])
+        return total
+    fresh = total is None
+    if total is None:
+        if use.length < LOOP_FROM_ROWS:
+            left, right = _weighted(use, kept, weights, dtype)
+            return left.mT @ right
+        total = use.right.new_empty(use.shape, dtype=dtype)
     if use.length < LOOP_FROM_ROWS:
-        left, right, factors = _chosen(use, kept, weights, dtype)
-        return left.flatten(0, 1).to(dtype).mT @ (right.to(dtype) * factors).flatten(0, 1)
-    total = use.right.new_empty(use.shape, dtype=dtype)
-    part = torch.empty_like(total) if use.length > BLOCK_ROWS else None
+        _add_product(total, *_weighted(use, kept, weights, dtype), 1.0)
+        return total
     for n, i in enumerate(kept):
         for start in range(0, use.length, BLOCK_ROWS):
             rows = slice(start, start + BLOCK_ROWS)
-            left, right = use.left[i, rows].to(dtype).mT, use.right[i, rows].to(dtype)
-            first = n == 0 and start == 0
-            if part is None or first:
+            left, right = use.left[i, rows].to(dtype), use.right[i, rows].to(dtype)
+            if fresh and n == 0 and start == 0:
                 # beta=0 does not read the fresh tensor.
-                total.addmm_(left, right, beta=0.0 if first else 1.0, alpha=weights[i])
+                total.addmm_(left.mT, right, beta=0.0, alpha=weights[i])
+            elif fresh and use.length <= BLOCK_ROWS:
+                total.addmm_(left.mT, right, alpha=weights[i])
             else:
-                total.add_(torch.mm(left, right, out=part), alpha=weights[i])
+                _add_product(total, left, right, weights[i])
     return total
 
 
-def _chosen(
-    use: Factors, kept: Sequence[int], weights: Sequence[float], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The records that have a weight: left, right, and their weights [kept, 1, 1]."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, weight: float) -> None:
+    """``total += weight * left^T right``, the product made first: some kernels would add its terms to the sum."""
+    slab = max(SLAB // max(right.shape[1], 1), 1)
+    part = right.new_empty((min(slab, total.shape[0]), right.shape[1]))
+    for start in range(0, total.shape[0], slab):
+        columns = left[:, start : start + slab]
+        product = part[: columns.shape[1]]
+        total[start : start + slab].add_(torch.mm(columns.mT, right, out=product), alpha=weight)
+
+
+def _weighted(use: Factors, kept: Sequence[int], weights: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The records that have a weight, one after the other: left [rows, n0], and right times the weights [rows, n1]."""
     left, right = use.left, use.right
     if len(kept) < len(weights):
         index = torch.tensor(kept, device=right.device)
         left, right = left[index], right[index]
-    factors = torch.tensor([weights[i] for i in kept], dtype=dtype, device=right.device)
-    return left, right, factors.view(-1, 1, 1)
+    factors = torch.tensor([weights[i] for i in kept], dtype=dtype, device=right.device).view(-1, 1, 1)
+    return left.flatten(0, 1).to(dtype), (right.to(dtype) * factors).flatten(0, 1)
 
 
-def _rows_by_id(use: Factors, kept: Sequence[int], weights: Sequence[float]) -> Tensor:
-    """An embedding's gradient, [n0, n1] float32. One id may stand at every position: its rows are added in float64."""
-    ids, right, factors = _chosen(use, kept, weights, torch.float64)
-    present, places = torch.unique(ids, return_inverse=True)
-    sums = right.new_zeros((len(present), use.shape[1]), dtype=torch.float64)
-    for i in range(len(ids)):
-        # One record at a time: float64 copies of all would take more memory than the rest of the pass.
-        sums.index_add_(0, places[i], right[i].double() * factors[i])
-    return right.new_zeros(use.shape, dtype=torch.float32).index_copy_(0, present, sums.float())
+def add_rows(total: Tensor, ids: Tensor, right: Tensor, weight: float) -> None:
+    """``total[ids[t]] += weight * right[t]``, each row's terms added up in float64 first: an embedding's gradient.
+
+    No tensor's shape depends on the ids.
+
+    Args:
+        total: [n0, n1], changed in place.
+        ids: [T], integers in [0, n0).
+        right: [T, n1].
+        weight: A number.
+    """
+    ordered, order = ids.sort()
+    # The tokens of one id have one place among the sums.
+    places = torch.cat([ordered.new_zeros(1), (ordered.diff() != 0).cumsum(0)])[: len(ordered)]
+    columns = max(SLAB // 4 // max(len(ids), 1), 1)
+    for start in range(0, total.shape[1], columns):
+        part = slice(start, start + columns)
+        terms = right[order, part].double() * weight
+        sums = torch.zeros_like(terms).index_add_(0, places, terms)
+        # Tokens of one id write the same number.
+        total[:, part].index_copy_(0, ordered, (total[ordered, part] + sums[places]).to(total.dtype))

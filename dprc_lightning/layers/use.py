@@ -1,0 +1,114 @@
+"""One use of a matrix parameter in one backward, whole or in parts along its positions.
+
+Layers that make their activations anew, some tokens at a time, have their factors in parts. What a part adds is linear
+in the record's gradient, so the parts of a use add up before anything is squared, as the uses of a tied weight do.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dprc_lightning.layers.tracker import ParameterTracker
+from dprc_lightning.sketch import Factors, weighted_sum
+
+if TYPE_CHECKING:
+    from dprc_lightning.layers.tracking import PassState
+
+
+class MatrixUse:
+    """Takes the parts of one use, then gives its gradient.
+
+    Args:
+        state: The pass.
+        ctx: The autograd node's own context, which lives as long as the graph.
+        tracker: The parameter, of shape [n0, ...].
+        in_parts: Whether more than one part will come.
+    """
+
+    def __init__(self, state: "PassState", ctx: Any, tracker: ParameterTracker, *, in_parts: bool = True) -> None:
+        self._state, self._ctx, self._tracker, self._in_parts = state, ctx, tracker, in_parts
+        self._seen: Tensor | None = None
+        self._whole: Factors | None = None
+        self._sketch: Tensor | None = None
+        self._total: Tensor | None = None
+        self._output_gradient: Tensor | None = None
+        self._uses = state.uses_of(ctx, tracker)
+
+    def add(self, output_gradient: Tensor, left: Tensor, right: Tensor) -> None:
+        """One part arrived.
+
+        Args:
+            output_gradient: [B, ...], as autograd gave it, or what was made of it.
+            left: [B, ..., n0] floating, or ids [B, ...].
+            right: [B, ..., n1] floating, n1 the product of the parameter's other axes.
+        """
+        state, tracker = self._state, self._tracker
+        state.refuse_float16(tracker, output_gradient)
+        if state.isolating:
+            state.look_at_others(tracker, output_gradient)
+            return
+        use = state.factors(tracker, left, right)
+        # Of the last part: the passes look at its dtype and device.
+        self._output_gradient = output_gradient
+        if not state.idle:
+            sizes = norms_of(use.right, -1)
+            if not use.one_hot:
+                sizes = sizes * norms_of(use.left, -1)
+            if state.taking_norms:
+                tracker.add_terms(sizes)
+            now = torch.stack([sizes.sum(1), tracker.functional(use.left, use.right)])
+            self._seen = now if self._seen is None else self._seen + now
+        if not state.taking_norms:
+            total = self._total if self._uses is None else self._uses.total
+            weights = state.weights(use.right.shape[0])
+            total = weighted_sum(use, weights, wide_dtype(tracker.parameter), total)
+            if self._uses is None:
+                self._total = total
+            else:
+                self._uses.total = total
+        elif self._in_parts:
+            part = tracker.part(use, state.projections)
+            self._sketch = part if self._sketch is None else self._sketch.add_(part)
+        else:
+            self._whole = use
+
+    def finish(self) -> Tensor | None:
+        """All parts have come.
+
+        Returns:
+            The weight gradient, of the parameter's shape and at least float32, of all its uses together with the last
+            one; None before that, and in the norm pass.
+        """
+        state, tracker = self._state, self._tracker
+        if state.isolating or self._output_gradient is None:
+            return None
+        if self._seen is not None:
+            state.witness(self._ctx, tracker, self._output_gradient, self._seen)
+        if state.taking_norms:
+            if self._whole is not None:
+                state.accumulate(tracker.add_factors(self._whole, state.projections))
+            elif self._sketch is not None:
+                state.accumulate(tracker.add_part(self._sketch))
+            return None
+        if self._uses is None:
+            assert self._total is not None
+            return self._total.view(tracker.shape)
+        self._uses.arrived += 1
+        if self._uses.arrived < self._uses.count:
+            return None
+        total, self._uses.total = self._uses.total, None
+        assert total is not None
+        return tracker.produced(total.view(tracker.shape))
+
+
+def norms_of(value: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Norms along some axes, float32; the sum of squares is formed in float32 or better."""
+    if value.dtype is torch.float64:
+        return torch.linalg.vector_norm(value, dim=dim).float()
+    return torch.linalg.vector_norm(value, dim=dim, dtype=torch.float32)
+
+
+def wide_dtype(parameter: Tensor) -> torch.dtype:
+    """What a parameter's gradients are summed in."""
+    return torch.float64 if parameter.dtype is torch.float64 else torch.float32
