@@ -2,7 +2,7 @@
 
 from dprc_lightning.clipping.handle import ClippingHandle, attach
 from dprc_lightning.clipping.isolation import check_isolation
-from dprc_lightning.clipping.loss import causal_lm_loss, classification_loss
+from dprc_lightning.clipping.loss import causal_lm_loss, causal_lm_losses, classification_loss
 from dprc_lightning.clipping.plan import PlanRow
 from dprc_lightning.clipping.two_pass import clip_factors
 
@@ -11,6 +11,7 @@ __all__ = [
     "PlanRow",
     "attach",
     "causal_lm_loss",
+    "causal_lm_losses",
     "check_isolation",
     "classification_loss",
     "clip_factors",

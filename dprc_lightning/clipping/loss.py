@@ -1,7 +1,15 @@
 """Per-record losses [B] that depend on their own record alone."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from dprc_lightning.errors import InvalidArgumentError, UnsupportedModuleError
+from dprc_lightning.layers.lm_head import TokenLoss, head_losses
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -37,3 +45,91 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> 
     )
     counts = (targets != ignore_index).sum(1).clamp(min=1)
     return per_token.sum(1) / counts
+
+
+def causal_lm_losses(
+    model: Any,
+    labels: Tensor,
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    **inputs: Any,
+) -> Tensor:
+    """`causal_lm_loss` of a Hugging Face model, without its logits: for long contexts and large vocabularies.
+
+    The model is called at its root, so that every engine's hooks run; its head makes the losses, 512 tokens of one
+    record at a time. Equal to ``causal_lm_loss(model(**inputs).logits, labels)`` up to rounding, attached or not, tied
+    or not, with a bias and with a soft cap of the logits (Gemma). On an attached model call `begin_step` before.
+
+    Args:
+        model: A model with `get_output_embeddings`, whose head is a linear layer and whose output has its logits as
+            the head, and a soft cap, made them.
+        labels: [B, T], int64, ``ignore_index`` where nothing is to be learned; position t predicts label t + 1.
+        reduction: Of a record's own tokens.
+        label_smoothing: Weight of the uniform distribution, in [0, 1).
+        ignore_index: The label that is left out.
+        **inputs: What the model is called with: ``input_ids``, ``attention_mask``, and so on.
+
+    Returns:
+        [B], float32.
+
+    Raises:
+        InvalidArgumentError: reduction or label_smoothing is not one of the above.
+        UnsupportedModuleError: The model has no such head, or does more with its logits.
+    """
+    if reduction not in ("mean", "sum"):
+        raise InvalidArgumentError("reduction", reduction, "expected mean or sum, of a record's own tokens")
+    if not (math.isfinite(label_smoothing) and 0.0 <= label_smoothing < 1.0):
+        raise InvalidArgumentError("label_smoothing", label_smoothing, "expected a number in [0, 1)")
+    head = model.get_output_embeddings()
+    remedy = "make the loss with causal_lm_loss(logits, labels)"
+    if not isinstance(head, nn.Linear):
+        raise UnsupportedModuleError(
+            f"causal_lm_losses: the model's head is a {type(head).__name__}, not a linear layer; {remedy}"
+        )
+    made: list[Tensor] = []
+    config = model.config
+    cap = getattr(config, "final_logit_softcapping", None)
+    # The last position predicts nothing.
+    targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    loss = TokenLoss(targets, reduction == "mean", label_smoothing, cap, ignore_index)
+
+    def forward(hidden: Tensor) -> Tensor:
+        made.append(head_losses(head, hidden, loss))
+        return made[0]
+
+    with _instead(head, "forward", forward), _without_cap(config, cap):
+        found = model(**inputs).logits
+    if len(made) != 1 or found is not made[0]:
+        raise UnsupportedModuleError(
+            f"causal_lm_losses: {type(model).__name__} changes the output of its head, or calls it {len(made)} times; "
+            f"{remedy}"
+        )
+    return found
+
+
+@contextmanager
+def _instead(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    # An instance attribute, past `nn.Module.__setattr__`: the hooks of engines hang on the call, not on the class.
+    before = module.__dict__.get(name)
+    module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
+
+
+@contextmanager
+def _without_cap(config: Any, cap: float | None) -> Iterator[None]:
+    if cap is None:
+        yield
+        return
+    config.final_logit_softcapping = None
+    try:
+        yield
+    finally:
+        config.final_logit_softcapping = cap

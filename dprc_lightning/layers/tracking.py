@@ -1,6 +1,7 @@
 """What the instrumented layers share: the mode of the pass, the anchor, and the guards of the clipped backward."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dprc_lightning.errors import LossShapeError, StepOrderError, UnclippedGradientError, UnsupportedModuleError
+from dprc_lightning.layers.parts import Parts
 from dprc_lightning.layers.tracker import ParameterTracker, Uses
-from dprc_lightning.layers.use import MatrixUse, norms_of, wide_dtype
+from dprc_lightning.layers.use import MatrixUse, VectorUse
 from dprc_lightning.sketch import Factors, Projections
 
 MISMATCH = 1e-4
@@ -65,6 +67,8 @@ class PassState:
         """Whether the last norm pass saw an output gradient in bfloat16."""
         self.batch_hints: list[int | None] = []
         """Records, as seen by the inputs of an embedding's parents that are running; the innermost last."""
+        self.parts: Parts | None = None
+        """Where what arrives is collected while a layer makes its activations anew, some tokens at a time."""
         self.shown = Shown.ITSELF
         self.flat_parameters: list[Tensor] = []
         """Where gradients accumulate that pass through views."""
@@ -81,6 +85,8 @@ class PassState:
         self._findings: list[tuple[str, Tensor]] = []
         self._deterministic = True
         self._open: list[Uses] = []
+        self.step = 0
+        """Grows with each projection that is begun."""
 
     def anchor(self, device: torch.device) -> Tensor:
         """A scalar that every instrumented op takes, and the only input asked of `autograd.grad` in the norm pass.
@@ -227,6 +233,7 @@ class PassState:
     def abort(self) -> None:
         """Back to idle, with nothing kept; right after either pass, also after an exception."""
         self.mode = Mode.IDLE
+        self.parts = None
         self._squared, self._scales = None, ()
         self._findings = []
         for uses in self._open:
@@ -234,6 +241,22 @@ class PassState:
         self._open = []
         for tracker in self.trackers.values():
             tracker.clear()
+
+    @contextmanager
+    def collecting(self, parts: Parts) -> Iterator[None]:
+        """Inside, what arrives for a parameter is a part of the use that one outer node makes of it.
+
+        Args:
+            parts: Where it goes.
+
+        Yields:
+            Nothing.
+        """
+        self.parts = parts
+        try:
+            yield
+        finally:
+            self.parts = None
 
     # Called by the layers' backwards --------------------------------------------------------------------------------
 
@@ -293,6 +316,9 @@ class PassState:
         Returns:
             The weight gradient, of the parameter's shape and at least float32; None in the norm pass.
         """
+        if self.parts is not None:
+            self.parts.matrix(tracker, output_gradient, left, right)
+            return None
         use = MatrixUse(self, ctx, tracker, in_parts=False)
         use.add(output_gradient, left, right)
         return use.finish()
@@ -311,35 +337,12 @@ class PassState:
         Returns:
             The gradient, of the parameter's shape and at least float32; None in the norm pass.
         """
-        self.refuse_float16(tracker, output_gradient)
-        if self.mode is Mode.ISOLATE:
-            self.look_at_others(tracker, output_gradient)
+        if self.parts is not None:
+            self.parts.vector(tracker, output_gradient, per_position)
             return None
-        dims, wide = len(tracker.shape), wide_dtype(tracker.parameter)
-        if self.mode is Mode.IDLE:
-            return per_position.to(wide).sum_to_size(tracker.shape)
-        self._check_batch(tracker, per_position, trailing=dims)
-        positions = tuple(range(1, per_position.ndim - dims))
-        per_record = per_position.sum(positions, dtype=wide) if positions else per_position.to(wide)
-        entries = per_position.unsqueeze(-1) if dims == 0 else per_position
-        sizes = norms_of(entries, tuple(range(entries.ndim - max(dims, 1), entries.ndim)))
-        flat = sizes.flatten(1) if positions else sizes.unsqueeze(1)
-        if self.mode is Mode.NORM:
-            tracker.add_terms(flat)
-        now = torch.stack([flat.sum(1), tracker.vector_functional(per_record)])
-        self.witness(ctx, tracker, output_gradient, now)
-        if self.mode is Mode.NORM:
-            self.accumulate(tracker.add_vector(per_record.float().unsqueeze(-1) if dims == 0 else per_record.float()))
-            return None
-        weights = self.weights(per_record.shape[0])
-        kept = [i for i, weight in enumerate(weights) if weight != 0.0]
-        factors = torch.tensor([weights[i] for i in kept], dtype=wide, device=per_record.device)
-        chosen = per_record if len(kept) == len(weights) else per_record[kept]
-        return self._produced(tracker, (factors.view(-1, *[1] * dims) * chosen).sum(0))
-
-    def _produced(self, tracker: ParameterTracker, gradient: Tensor) -> Tensor:
-        """Not of a backward that is none of ours: it may go on where the clipped one has not begun."""
-        return tracker.produced(gradient) if self.mode is Mode.CLIP else gradient
+        use = VectorUse(self, ctx, tracker)
+        use.add(output_gradient, per_position)
+        return use.finish()
 
     def watch(self, tracker: ParameterTracker, gradient: Tensor) -> None:
         """Called with what is about to be added to a parameter's gradient.
@@ -408,7 +411,7 @@ class PassState:
             # A backward that is none of ours: records do not matter.
             records, rows = 1, right.numel() // n1
         else:
-            self._check_batch(tracker, right, trailing=1)
+            self.check_batch(tracker, right, trailing=1)
             # Not -1: a micro-batch may be empty.
             records, rows = self._records, right.shape[1:-1].numel()
             of_left = left.shape if left.is_floating_point() else (*left.shape, n0)
@@ -421,7 +424,8 @@ class PassState:
         left = left.reshape(records, rows, *left.shape[-1:] if left.is_floating_point() else ())
         return Factors(left, right.reshape(records, rows, n1), (n0, n1))
 
-    def _check_batch(self, tracker: ParameterTracker, value: Tensor, trailing: int) -> None:
+    def check_batch(self, tracker: ParameterTracker, value: Tensor, trailing: int) -> None:
+        """A LossShapeError where the first dimension is not the losses'; ``trailing`` ones are the parameter's own."""
         if value.ndim <= trailing or value.shape[0] != self._records:
             raise LossShapeError(
                 f"module {tracker.modules[0]!r}: its input or output has shape {tuple(value.shape)} but there are "
@@ -518,6 +522,9 @@ def active(module: nn.Module, name: str) -> tuple[PassState, ParameterTracker] |
     tracker = carried.trackers.get(name)
     if tracker is None or not tracker.parameter.requires_grad or not torch.is_grad_enabled():
         return None
+    if carried.state.parts is not None:
+        # A part made anew inside of a backward, of the weights that the forward was counted and checked with.
+        return carried.state, tracker
     current = parameter_in_use(module, name)
     expected = tracker.parameter if carried.state.shown is Shown.ITSELF else tracker.stand_in
     if current is not expected:

@@ -1,4 +1,4 @@
-"""One use of a matrix parameter in one backward, whole or in parts along its positions.
+"""One use of a parameter in one backward, whole or in parts along its positions.
 
 Layers that make their activations anew, some tokens at a time, have their factors in parts. What a part adds is linear
 in the record's gradient, so the parts of a use add up before anything is squared, as the uses of a tied weight do.
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dprc_lightning.layers.tracker import ParameterTracker
+from dprc_lightning.layers.tracker import ParameterTracker, Uses
 from dprc_lightning.sketch import Factors, weighted_sum
 
 if TYPE_CHECKING:
@@ -94,12 +94,96 @@ class MatrixUse:
         if self._uses is None:
             assert self._total is not None
             return self._total.view(tracker.shape)
-        self._uses.arrived += 1
-        if self._uses.arrived < self._uses.count:
+        return hand_over(tracker, self._uses)
+
+
+def hand_over(tracker: ParameterTracker, uses: Uses) -> Tensor | None:
+    """One more use has added its gradient to the buffer that all uses share.
+
+    Args:
+        tracker: The parameter.
+        uses: Its uses; the buffer leaves with the last.
+
+    Returns:
+        The gradient of all uses, of the parameter's shape; None as long as others are to come.
+    """
+    uses.arrived += 1
+    if uses.arrived < uses.count:
+        return None
+    total, uses.total = uses.total, None
+    assert total is not None
+    return tracker.produced(total.view(tracker.shape))
+
+
+class VectorUse:
+    """Takes the parts of one use of a vector, or of any parameter whose per-record gradient is small, as `MatrixUse`.
+
+    Args:
+        state: The pass.
+        ctx: The autograd node's own context, which lives as long as the graph.
+        tracker: The parameter, of shape [*s].
+    """
+
+    def __init__(self, state: "PassState", ctx: Any, tracker: ParameterTracker) -> None:
+        self._state, self._ctx, self._tracker = state, ctx, tracker
+        self._seen: Tensor | None = None
+        self._per_record: Tensor | None = None
+        self._total: Tensor | None = None
+        self._output_gradient: Tensor | None = None
+
+    def add(self, output_gradient: Tensor, per_position: Tensor) -> None:
+        """One part arrived.
+
+        Args:
+            output_gradient: [B, ...], as autograd gave it.
+            per_position: The parameter's gradient before any sum, [B, ..., *s]; summed over the positions in float32.
+        """
+        state, tracker = self._state, self._tracker
+        state.refuse_float16(tracker, output_gradient)
+        if state.isolating:
+            state.look_at_others(tracker, output_gradient)
+            return
+        # Of the last part: the passes look at its dtype and device.
+        self._output_gradient = output_gradient
+        dims, wide = len(tracker.shape), wide_dtype(tracker.parameter)
+        if state.idle:
+            part = per_position.to(wide).sum_to_size(tracker.shape)
+            self._total = part if self._total is None else self._total + part
+            return
+        state.check_batch(tracker, per_position, trailing=dims)
+        positions = tuple(range(1, per_position.ndim - dims))
+        part = per_position.sum(positions, dtype=wide) if positions else per_position.to(wide)
+        entries = per_position.unsqueeze(-1) if dims == 0 else per_position
+        sizes = norms_of(entries, tuple(range(entries.ndim - max(dims, 1), entries.ndim)))
+        flat = sizes.flatten(1) if positions else sizes.unsqueeze(1)
+        if state.taking_norms:
+            tracker.add_terms(flat)
+        now = torch.stack([flat.sum(1), tracker.vector_functional(part)])
+        self._seen = now if self._seen is None else self._seen + now
+        self._per_record = part if self._per_record is None else self._per_record + part
+
+    def finish(self) -> Tensor | None:
+        """All parts have come.
+
+        Returns:
+            The gradient, of the parameter's shape and at least float32; None in the norm pass.
+        """
+        state, tracker = self._state, self._tracker
+        if state.isolating or self._output_gradient is None:
             return None
-        total, self._uses.total = self._uses.total, None
-        assert total is not None
-        return tracker.produced(total.view(tracker.shape))
+        if self._per_record is None or self._seen is None:
+            return self._total
+        state.witness(self._ctx, tracker, self._output_gradient, self._seen)
+        per_record, dims = self._per_record, len(tracker.shape)
+        if state.taking_norms:
+            value = per_record.float()
+            state.accumulate(tracker.add_vector(value.unsqueeze(-1) if dims == 0 else value))
+            return None
+        weights = state.weights(per_record.shape[0])
+        kept = [i for i, weight in enumerate(weights) if weight != 0.0]
+        factors = torch.tensor([weights[i] for i in kept], dtype=per_record.dtype, device=per_record.device)
+        chosen = per_record if len(kept) == len(weights) else per_record[kept]
+        return tracker.produced((factors.view(-1, *[1] * dims) * chosen).sum(0))
 
 
 def norms_of(value: Tensor, dim: int | tuple[int, ...]) -> Tensor:
