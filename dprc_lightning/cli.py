@@ -165,7 +165,7 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--delta", type=float, help="at most 1 / number of training records")
     plan.add_argument("--sample_rate", type=float, help="q: probability of a record to be in a batch")
     plan.add_argument("--steps", type=int, help="logical steps")
-    plan.add_argument("--estimator", choices=("auto", "hutchinson"), help="of the rows with a k")
+    plan.add_argument("--estimator", choices=("auto", "hutchinson", "hutchpp"), help="of the rows with a k")
     plan.add_argument("--projection", help=_PROJECTION)
     plan.add_argument("--bound", choices=("best", "convex", "envelope"), help=_BOUND)
     plan.add_argument(

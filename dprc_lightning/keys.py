@@ -49,7 +49,8 @@ SECRET_NAME = "secret.key"
 # Changing it changes every stream of every run: only together with the ledger's format version.
 _PERSONALISATION = b"dprc-lightning/1"
 # ChaCha20's block counter has 32 bits of 64-byte blocks.
-_STREAM_LIMIT = 2**38
+_CHACHA_BLOCK = 64
+_STREAM_LIMIT = 2**32 * _CHACHA_BLOCK
 
 
 class Domain(enum.Enum):
@@ -103,23 +104,27 @@ def derive(key: bytes, *parts: int | str | bytes) -> bytes:
 class KeyStream:
     """The ChaCha20 key stream of one key: cryptographic random bytes, the same on every machine.
 
-    There is no seeking: random access is by key, one ``KeyStream(derive(key, sequence, block))`` per block. Two
-    streams of one key are the same stream, so a key serves one purpose once.
+    Random access is by key, one ``KeyStream(derive(key, sequence, block))`` per block; `position` is for what is made
+    again in parts. Two streams of one key are the same stream, so a key serves one purpose once.
 
     Guarantee: without the key the bytes are computationally indistinguishable from uniform ones, whatever other bytes
     of this stream or streams of other keys are known.
 
     Args:
         key: 32 bytes, secret.
+        position: How many bytes of the stream to leave out: a multiple of 64, ChaCha20's block.
 
     Raises:
-        InvalidArgumentError: If the key has another length.
+        InvalidArgumentError: If the key has another length, or the position lies elsewhere.
     """
 
-    def __init__(self, key: builtins.bytes) -> None:
-        # The nonce may be constant because every key is used for one stream only.
-        self._encryptor = Cipher(ChaCha20(_checked(key), bytes(16)), mode=None).encryptor()
-        self._position = 0
+    def __init__(self, key: builtins.bytes, position: int = 0) -> None:
+        if position % _CHACHA_BLOCK or not 0 <= position < _STREAM_LIMIT:
+            raise InvalidArgumentError("position", position, "a multiple of 64 in [0, 2^38)")
+        # Block counter (32 bits) and nonce. The nonce may be constant because every key is used for one stream only.
+        start = (position // _CHACHA_BLOCK).to_bytes(4, "little") + bytes(12)
+        self._encryptor = Cipher(ChaCha20(_checked(key), start), mode=None).encryptor()
+        self._position = position
 
     def fill(self, buffer: bytearray) -> None:
         """Overwrite the buffer with the next bytes of the stream.

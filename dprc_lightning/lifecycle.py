@@ -15,7 +15,7 @@ from dprc_lightning.clipping import ClippingHandle, attach
 from dprc_lightning.clipping.two_pass import HALF_NORM_SLACK
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
 from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
-from dprc_lightning.errors import ConfigurationError, StepOrderError
+from dprc_lightning.errors import ConfigurationError, InvalidArgumentError, StepOrderError
 from dprc_lightning.keys import Domain, RunSecret
 from dprc_lightning.resume import Opening, Origin
 from dprc_lightning.run import PrivateRun, passing_secret, run_folder
@@ -171,7 +171,16 @@ class RunLifecycle(pl.LightningModule):
         return repr((self.privacy, [(row.parameter, row.shape, row.estimator, row.side) for row in rows])).encode()
 
     def _attach(self, secret: RunSecret) -> None:
-        self.handle = attach(
+        try:
+            self.handle = self._attached(secret)
+        except InvalidArgumentError as error:
+            if hasattr(self.performance, error.name):
+                # In the words of the command line.
+                raise ConfigurationError([f"performance.{error}"]) from None
+            raise
+
+    def _attached(self, secret: RunSecret) -> ClippingHandle:
+        return attach(
             self,
             estimator=self.privacy.estimator,
             sketch_dim=self.privacy.sketch_dim,
@@ -180,6 +189,9 @@ class RunLifecycle(pl.LightningModule):
             on_nonfinite=self.privacy.on_nonfinite,
             norm_slack=self.privacy.norm_slack,
             check_isolation=self.privacy.check_isolation,
+            projection_memory=self.performance.projection_memory,
+            mlp_chunk=self.performance.mlp_chunk,
+            offload_checkpoints=self.performance.offload_checkpoints,
             key=secret.subkey(Domain.PROJECTION),
         )
 

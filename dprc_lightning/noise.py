@@ -26,8 +26,13 @@ from dprc_lightning.shards import local_part
 CHUNK = 2**20
 
 _63_BITS = 2**63 - 1
-# Pairs per block of `gaussian`: fixed, so that the values do not depend on anything but the key; it fits the L2 cache.
+# Pairs per piece of `gaussian`: fixed, so that the values do not depend on anything but the key; it fits the L2 cache.
 _BLOCK_PAIRS = 2**15
+# Eight bytes for the radius and four for the angle of each pair.
+_PIECE_BYTES = 12 * _BLOCK_PAIRS
+
+GAUSSIAN_PIECE = 2 * _BLOCK_PAIRS
+"""Entries that `fill_gaussian` makes at once."""
 
 
 class NoiseStream:
@@ -254,26 +259,51 @@ def gaussian(key: bytes, shape: Sequence[int]) -> Tensor:
     Returns:
         A CPU tensor of dtype float32.
     """
-    # NumPy and not torch: one thread, so that no partition of the work can change the last bit.
-    stream = KeyStream(key)
     count = math.prod(shape)
-    pairs = (count + 1) // 2
-    out = np.empty(2 * pairs, dtype=np.float32)
-    for start in range(0, pairs, _BLOCK_PAIRS):
-        n = min(_BLOCK_PAIRS, pairs - start)
-        words = stream.uint64(n + (n + 1) // 2)
-        radius = (words[:n] >> np.uint64(1)).astype(np.float64)
-        radius += 0.5
-        radius *= 2.0**-63
-        np.log(radius, out=radius)
-        radius *= -2.0
-        radius32 = np.sqrt(radius, out=radius).astype(np.float32)
-        angle = words[n:].astype("<u8", copy=False).view("<i4")[:n].astype(np.float32)
-        angle *= np.float32(math.pi * 2.0**-31)
-        block = out[2 * start : 2 * (start + n)]
-        np.multiply(np.cos(angle), radius32, out=block[:n])
-        np.multiply(np.sin(angle), radius32, out=block[n:])
-    return torch.from_numpy(out[:count]).reshape(tuple(shape))
+    out = np.empty(count, dtype=np.float32)
+    fill_gaussian(out, key, count, 0)
+    return torch.from_numpy(out).reshape(tuple(shape))
+
+
+def fill_gaussian(out: np.ndarray, key: bytes, count: int, start: int) -> None:
+    """Write consecutive entries of ``gaussian(key, [count])``, the same bit for bit, without making the others.
+
+    Entries are made `GAUSSIAN_PIECE` at a time; of a piece that is wanted in part the rest is made and dropped.
+
+    Args:
+        out: Float32, one axis; its length says how many entries are wanted.
+        key: 32 bytes.
+        count: Entries of the whole: the last piece depends on it.
+        start: The first entry wanted.
+    """
+    # NumPy and not torch: one thread, so that no partition of the work can change the last bit.
+    first, stop = start // GAUSSIAN_PIECE, start + len(out)
+    stream = KeyStream(key, first * _PIECE_BYTES)
+    for begin in range(first * GAUSSIAN_PIECE, stop, GAUSSIAN_PIECE):
+        n = min(_BLOCK_PAIRS, (count + 1) // 2 - begin // 2)
+        if start <= begin and begin + 2 * n <= stop:
+            _fill_piece(out[begin - start : begin - start + 2 * n], stream)
+        else:
+            piece = np.empty(2 * n, dtype=np.float32)
+            _fill_piece(piece, stream)
+            low, high = max(start, begin), min(stop, begin + 2 * n)
+            out[low - start : high - start] = piece[low - begin : high - begin]
+
+
+def _fill_piece(out: np.ndarray, stream: KeyStream) -> None:
+    """Box-Muller on the next words of the stream: first all cosines, then all sines."""
+    n = len(out) // 2
+    words = stream.uint64(n + (n + 1) // 2)
+    radius = (words[:n] >> np.uint64(1)).astype(np.float64)
+    radius += 0.5
+    radius *= 2.0**-63
+    np.log(radius, out=radius)
+    radius *= -2.0
+    radius32 = np.sqrt(radius, out=radius).astype(np.float32)
+    angle = words[n:].astype("<u8", copy=False).view("<i4")[:n].astype(np.float32)
+    angle *= np.float32(math.pi * 2.0**-31)
+    np.multiply(np.cos(angle), radius32, out=out[:n])
+    np.multiply(np.sin(angle), radius32, out=out[n:])
 
 
 _Draw = Callable[[int], Tensor]

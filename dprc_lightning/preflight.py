@@ -125,6 +125,7 @@ def problems(
         privacy_problems = module.privacy.problems(units)
     return [
         *module.performance.problems(),
+        *_private_flags(module),
         *privacy_problems,
         *found,
         *_strategy(trainer),
@@ -136,6 +137,18 @@ def problems(
         *_callbacks(trainer, module.privacy),
         *_folder(trainer, ckpt_path),
     ]
+
+
+def _private_flags(module: "RunLifecycle") -> Iterator[str]:
+    """What only a private run's layers can do."""
+    if module.privacy.baseline_without_privacy:
+        for name in ("mlp_chunk", "offload_checkpoints"):
+            value = getattr(module.performance, name)
+            if value:
+                yield (
+                    f"performance.{name}={value}: it belongs to the layers of a private run, and "
+                    "privacy.baseline_without_privacy=true leaves the model as it is; leave it out"
+                )
 
 
 def warnings(trainer: pl.Trainer, module: "RunLifecycle") -> list[str]:

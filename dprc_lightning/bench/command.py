@@ -1,6 +1,7 @@
 """``dprc bench``: the arguments of the benchmarks, and what they print. Nothing slow is imported before one runs."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -16,8 +17,8 @@ def add_benchmarks(benches: Any) -> None:
         benches: What `argparse.ArgumentParser.add_subparsers` returned.
     """
     step = benches.add_parser("step", help="FLOPs, peak memory and CPU seconds of one step of a small Llama")
-    step.add_argument("--tokens", type=int, default=512, help="T")
-    step.add_argument("--records", type=int, default=4, help="B")
+    step.add_argument("--tokens", type=int, nargs="+", default=[512], help="T; several with --simulate")
+    step.add_argument("--records", type=int, default=None, help="B; default 4, with --simulate 1")
     step.add_argument("--sketch_dim", type=int, nargs="+", default=[32], help="k of each row; exact norms come beside")
     step.add_argument("--rounds", type=int, default=5, help="how often each kind of step is timed")
     step.add_argument("--tied", action="store_true", help="share the weight of embedding and head")
@@ -32,6 +33,7 @@ def add_benchmarks(benches: Any) -> None:
         "--strategy_args", default="{}", metavar="JSON", help='its settings, as {"reshard_after_forward": false}'
     )
     step.add_argument("--timeout", type=float, default=600.0, help="with --strategy: seconds until all are stopped")
+    _add_simulation(step)
     step.add_argument("--format", choices=("table", "json"), default="table")
     step.set_defaults(run=_bench_step)
 
@@ -40,6 +42,18 @@ def add_benchmarks(benches: Any) -> None:
     noise.add_argument("--rounds", type=int, default=3, help="how often each size is timed")
     noise.add_argument("--format", choices=("table", "json"), default="table")
     noise.set_defaults(run=_bench_noise)
+
+    projection = benches.add_parser("projection", help="memory and CPU seconds of one layer's norm against k")
+    projection.add_argument("--rows", type=int, default=128256, help="of P: the longer axis of the weight")
+    projection.add_argument("--other", type=int, default=2048, help="the shorter one")
+    projection.add_argument("--tokens", type=int, default=512, help="T")
+    projection.add_argument("--records", type=int, default=1, help="B")
+    projection.add_argument("--one_hot", action="store_true", help="an embedding, of random ids")
+    projection.add_argument("--sketch_dim", type=int, nargs="+", default=[32, 128, 512, 1024, 2048, 4096], help="k")
+    projection.add_argument("--projection", choices=("gaussian", "rademacher"), default="gaussian")
+    projection.add_argument("--rounds", type=int, default=1, help="how often each row is timed")
+    projection.add_argument("--format", choices=("table", "json"), default="table")
+    projection.set_defaults(run=_bench_projection)
 
     accounting = benches.add_parser("accounting", help="cost of knowing epsilon after each step of a run")
     accounting.add_argument("--noise_multiplier", type=float, required=True, help="sigma")
@@ -52,12 +66,50 @@ def add_benchmarks(benches: Any) -> None:
     accounting.set_defaults(run=_bench_accounting)
 
 
+def _add_simulation(step: argparse.ArgumentParser) -> None:
+    group = step.add_argument_group("--simulate", "peak memory and FLOPs of a model of any size, without its memory")
+    group.add_argument("--simulate", action="store_true", help="run without numbers, on torch's meta device")
+    group.add_argument("--compare", action="store_true", help="run the same on real tensors of the CPU as well")
+    group.add_argument("--model", metavar="FOLDER", help="with config.json, or a Hugging Face name; else a small Llama")
+    group.add_argument("--lora", type=int, metavar="RANK", help="train peft's LoRA on every linear layer but the head")
+    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all parameters; default float32")
+    group.add_argument("--estimator", choices=("auto", "exact", "hutchinson", "hutchpp"), help="default hutchinson")
+    group.add_argument("--projection", choices=("gaussian", "rademacher"), help="default gaussian")
+    group.add_argument("--chunked_head", action="store_true", help="head and loss in blocks of tokens, on both sides")
+    group.add_argument("--mlp_chunk", type=int, metavar="TOKENS", help="MLPs so many tokens at a time, on both sides")
+    group.add_argument(
+        "--offload_checkpoints", action="store_true", help="inputs of checkpoints to the host's memory, on both sides"
+    )
+
+
+_OF_SIMULATION = (
+    "compare",
+    "model",
+    "lora",
+    "dtype",
+    "estimator",
+    "projection",
+    "chunked_head",
+    "mlp_chunk",
+    "offload_checkpoints",
+)
+
+
 def _bench_step(options: argparse.Namespace) -> int:
+    if options.records is None:
+        options.records = 1 if options.simulate else 4
     _at_least_one(options, "tokens", "records", "rounds", "sketch_dim")
+    if options.simulate:
+        return _bench_simulation(options)
+    for name in _OF_SIMULATION:
+        if getattr(options, name):
+            raise InvalidArgumentError(f"--{name}", getattr(options, name), "goes with --simulate alone")
+    if len(options.tokens) > 1:
+        raise InvalidArgumentError("--tokens", options.tokens, "expected one integer without --simulate")
     from dprc_lightning.bench.step import StepShape, measure_step
 
     shape = StepShape(
-        tokens=options.tokens, records=options.records, tied=options.tied, checkpointing=options.checkpointing
+        tokens=options.tokens[0], records=options.records, tied=options.tied, checkpointing=options.checkpointing
     )
     if options.strategy is not None:
         return _bench_engine(options, shape)
@@ -74,6 +126,58 @@ def _bench_step(options: argparse.Namespace) -> int:
         )
     print("peak: live tensors at one time (parameters, gradients, activations, temporaries; no optimizer)")
     print(_told({name: found[name] for name in ("shape", "rounds", "machine")}))
+    return 0
+
+
+def _bench_simulation(options: argparse.Namespace) -> int:
+    if options.strategy is not None:
+        raise InvalidArgumentError("--strategy", options.strategy, "goes without --simulate")
+    if len(options.sketch_dim) > 1:
+        raise InvalidArgumentError("--sketch_dim", options.sketch_dim, "expected one integer with --simulate")
+    if options.tied and options.model is not None:
+        raise InvalidArgumentError("--tied", True, "is for the small Llama; with --model the config.json says it")
+    from dprc_lightning.bench.simulate import SimulatedStep, compare, simulate
+    from dprc_lightning.bench.step import StepShape
+
+    given = {name: getattr(options, name) for name in _OF_SIMULATION if name != "compare" and getattr(options, name)}
+    step = SimulatedStep(
+        records=options.records,
+        checkpointing=options.checkpointing,
+        sketch_dim=options.sketch_dim[0],
+        shape=StepShape(tied=options.tied),
+        **given,
+    )
+    run = compare if options.compare else simulate
+    rows = [row for tokens in options.tokens for row in run(dataclasses.replace(step, tokens=tokens), _progress)]
+    if options.format == "json":
+        print(json.dumps({"step": dataclasses.asdict(step), "rows": rows}))
+        return 0
+    kinds = [*rows[0]["categories"]]
+    head = " ".join(f"{kind:>11}" for kind in kinds)
+    print(
+        f"{'step':<32} {'T':>7} {'peak GiB':>9} {'ratio':>6} {head} {'host':>7} {'TFLOP':>9} {'ratio':>6} "
+        f"{'attention':>10} {'ratio':>6}"
+    )
+    for row in rows:
+        made_of = " ".join(f"{row['categories'][kind] / 2**30:>11.3f}" for kind in kinds)
+        print(
+            f"{row['step']:<32} {row['tokens']:>7} {row['peak_bytes'] / 2**30:>9.3f} {row['peak_bytes_ratio']:>6.3f} "
+            f"{made_of} {row['host_bytes'] / 2**30:>7.3f} {row['flops'] / 1e12:>9.3f} {row['flops_ratio']:>6.3f} "
+            f"{row['attention_flops'] / 1e12:>10.3f} {row['all_flops_ratio']:>6.3f}"
+        )
+    if options.compare:
+        print(
+            f"\n{'step':<32} {'T':>7} {'simulated':>14} {'real bytes':>14} {'difference':>11} {'host':>12} {'real':>12}"
+        )
+        for row in rows:
+            print(
+                f"{row['step']:<32} {row['tokens']:>7} {row['peak_bytes']:>14} {row['real_bytes']:>14} "
+                f"{row['difference']:>11.4%} {row['host_bytes']:>12} {row['real_host_bytes']:>12}"
+            )
+    print("peak: live tensors at one time, no optimizer; then what it is made of, GiB; host: offloaded, beside it.")
+    print("TFLOP: matrix products; attention: by formula, beside them; its ratio: of both together")
+    settings = {name: value for name, value in dataclasses.asdict(step).items() if name not in {"tokens", "shape"}}
+    print(_told({name: value for name, value in settings.items() if value not in {None, False}}))
     return 0
 
 
@@ -136,6 +240,27 @@ def _bench_noise(options: argparse.Namespace) -> int:
         )
     print("extra: the most that is live beyond parameter and gradient; s per 10^9: CPU seconds, extrapolated")
     print(_told({"elements of a chunk": found["chunk"], "rounds": found["rounds"], "machine": found["machine"]}))
+    return 0
+
+
+def _bench_projection(options: argparse.Namespace) -> int:
+    _at_least_one(options, "rows", "other", "tokens", "records", "sketch_dim", "rounds")
+    from dprc_lightning.bench.projection import LayerShape, measure_projection
+
+    shape = LayerShape(options.rows, options.other, options.tokens, options.records, options.one_hot)
+    found = measure_projection(shape, options.sketch_dim, options.projection, options.rounds, _progress)
+    if options.format == "json":
+        print(json.dumps(found))
+        return 0
+    print(f"{'k':>6} {'P':>9} {'kept MiB':>9} {'peak MiB':>9} {'first s':>8} {'next s':>8}")
+    for row in found["rows"]:
+        print(
+            f"{row['sketch_dim']:>6} {'kept' if row['kept'] else 'made anew':>9} {row['kept_bytes'] / 2**20:>9.1f} "
+            f"{row['peak_bytes'] / 2**20:>9.1f} {row['first_seconds']:>8.3f} {row['next_seconds']:>8.3f}"
+        )
+    print("peak: the most that is live beyond the layer's factors; first, next: CPU seconds of the first micro-batch")
+    print("of a step, which draws P, and of each later one")
+    print(_told({name: found[name] for name in ("shape", "projection", "rounds", "machine")}))
     return 0
 
 

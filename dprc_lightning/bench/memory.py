@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dprc_lightning.offload import copies_to_host
+
 
 class LiveMemory(TorchDispatchMode):
     """Counts live storages, of all devices together: what operations inside the context return, and what was added.
@@ -35,7 +37,9 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self._current = 0
         self._peak = 0
+        self._host = self._host_peak = 0
         # By address: several wrappers share a storage. Its entry goes before the address can be used again.
+        self._on_host: set[int] = set()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     @property
@@ -48,12 +52,18 @@ class LiveMemory(TorchDispatchMode):
         """The most bytes that were live at one time."""
         return self._peak
 
+    @property
+    def host_peak(self) -> int:
+        """The most bytes of offloaded checkpoints, which `current` and `peak` leave out: they lie elsewhere."""
+        return self._host_peak
+
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made outside of the context, such as parameters and inputs.
 
         Args:
             tensors: Dense tensors; those whose storage is known already change nothing.
         """
+        on_host = copies_to_host()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             address, size = storage._cdata, storage.nbytes()
@@ -62,13 +72,22 @@ class LiveMemory(TorchDispatchMode):
             else:
                 # The wrapper of a storage lives as long as the storage itself, though nothing in Python holds it.
                 watch, known = weakref.ref(storage, partial(self._forget, address)), 0
+                if on_host:
+                    self._on_host.add(address)
             self._alive[address] = watch, size
-            self._current += size - known
-        self._peak = max(self._peak, self._current)
+            self._count(address, size - known)
+        self._peak, self._host_peak = max(self._peak, self._current), max(self._host_peak, self._host)
+
+    def _count(self, address: int, change: int) -> None:
+        if address in self._on_host:
+            self._host += change
+        else:
+            self._current += change
 
     def _forget(self, address: int, _dead: object) -> None:
         _, size = self._alive.pop(address)
-        self._current -= size
+        self._count(address, -size)
+        self._on_host.discard(address)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

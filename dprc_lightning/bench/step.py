@@ -5,6 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,16 @@ class StepShape:
 def flop_counter() -> FlopCounterMode:
     """A counter of matrix products. PyTorch's own takes those that are added in place (``addmm_``) for nothing."""
     in_place = (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_)
-    return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(in_place, _added_product))
+    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(in_place, _added_product))
+    # Its own one follows modules by hooks on their gradients, and raises where a backward runs inside a backward.
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
+
+
+class _NoModules(nullcontext[None]):
+    """In the place of a counter's module tracker: what it counts is not told by module."""
+
+    parents = frozenset({"Global"})
 
 
 def _added_product(_sum: list[int], left: list[int], right: list[int], **_: Any) -> int:

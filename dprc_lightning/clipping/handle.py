@@ -1,5 +1,6 @@
 """`attach`: per-record clipping for any `torch.nn.Module`, without Lightning."""
 
+import math
 import secrets
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext
@@ -43,9 +44,11 @@ from dprc_lightning.layers import (
     Shown,
     restore_class,
 )
+from dprc_lightning.layers.chunked_mlp import ChunkedMLPRule, refuse_whole_factors
 from dprc_lightning.layers.embedding import EmbeddingRule, batch_size_of
 from dprc_lightning.layers.tracing import forget_tracing
-from dprc_lightning.sketch import PROJECTIONS, Projections
+from dprc_lightning.offload import CheckpointOffload
+from dprc_lightning.sketch import PROJECTIONS, KeyedProjections, Projections, not_kept
 
 Estimator = Literal["auto", "exact", "hutchinson", "hutchpp"]
 Projection = Literal["gaussian", "rademacher"]
@@ -63,6 +66,9 @@ class _Settings:
     on_nonfinite: OnNonfinite
     norm_slack: float | None
     check_isolation: bool
+    projection_memory: float | None
+    mlp_chunk: int | None
+    offload_checkpoints: bool
 
 
 class ClippingHandle:
@@ -83,8 +89,19 @@ class ClippingHandle:
         self._isolated: set[int] = set()
         self._guard = ModelGuard(model, self._state)
         self._taken: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self._streamed: frozenset[str] = frozenset()
         owners = find_owners(model)
-        self._add(owners, make_trackers(model, owners, settings.estimator, settings.sketch_dim, {}))
+        trackers = make_trackers(model, owners, settings.estimator, settings.sketch_dim, {})
+        rule = None if settings.mlp_chunk is None else ChunkedMLPRule(settings.mlp_chunk)
+        self._mlps = {} if rule is None else rule.find(model)
+        if settings.mlp_chunk is not None:
+            refuse_whole_factors(settings.mlp_chunk, self._mlps.values(), trackers.values())
+        self._offload = CheckpointOffload(model) if settings.offload_checkpoints else None
+        # Nothing is refused from here on: the model is not left half instrumented.
+        self._add(owners, trackers)
+        for name, module in self._mlps.items():
+            assert rule is not None
+            self._instrument(module, name, rule, {})
         sketched = any(tracker.estimator != "exact" for tracker in self._state.trackers.values())
         self._sketch_dim = settings.sketch_dim if sketched else None
 
@@ -290,6 +307,11 @@ class ClippingHandle:
         return {name: tracker.parameter for name, tracker in self._state.trackers.items()}
 
     @property
+    def chunked_mlps(self) -> dict[str, nn.Module]:
+        """The modules that run some tokens at a time (mlp_chunk), by their names."""
+        return dict(self._mlps)
+
+    @property
     def arrivals(self) -> list[str | None]:
         """Names of the parameters in the order in which clipped gradients came in this step; None: a backward began."""
         return self._guard.arrivals
@@ -317,12 +339,14 @@ class ClippingHandle:
     def plan(self) -> list[PlanRow]:
         """One row per trainable parameter: how its norm is had, and at what cost."""
         k, projection = self._sketch_dim or 0, self._settings.projection
-        return [plan_row(tracker, k, projection) for tracker in self._state.trackers.values()]
+        return [plan_row(tracker, k, projection, self._streamed) for tracker in self._state.trackers.values()]
 
     def detach(self) -> None:
         """Make the model exactly what it was. Safe to call twice."""
         for hook in (*self._hooks, *self._watching):
             hook.remove()
+        if self._offload is not None:
+            self._offload.remove()
         for module in self._swapped:
             carried: Instrumentation = module.__dict__.pop(ATTRIBUTE)
             restore_class(module, carried.original_class)
@@ -338,6 +362,7 @@ class ClippingHandle:
     def _advance(self, index: int | None) -> None:
         index = self._own_index + 1 if index is None else index
         self._state.projections.begin_step(index)
+        self._state.step += 1
         self._own_index = index
 
     def _refresh(self) -> None:
@@ -370,6 +395,7 @@ class ClippingHandle:
     def _add(self, owners: Owners, trackers: dict[str, ParameterTracker]) -> None:
         """Swap the classes of the owners, and guard their new parameters."""
         self._state.trackers.update(trackers)
+        self._share_memory()
         by_id = {id(tracker.parameter): tracker for tracker in self._state.trackers.values()}
         names = {id(module): name for name, (module, _) in owners.items()}
         for module, rule in owners.values():
@@ -382,6 +408,19 @@ class ClippingHandle:
         for tracker in trackers.values():
             self._watching += self._guard.watch(tracker)
             _accumulate_in_float32(tracker.parameter)
+
+    def _share_memory(self) -> None:
+        """Which projections are kept for a step. What joins later comes last, so it changes nothing for the others."""
+        settings = self._settings
+        stored_bytes, limit = PROJECTIONS[settings.projection].stored_bytes, settings.projection_memory
+        sizes = {
+            name: stored_bytes(rows, settings.sketch_dim)
+            for tracker in self._state.trackers.values()
+            for name, rows in tracker.draws.items()
+        }
+        self._streamed = not_kept(sizes, None if limit is None else int(limit * 2**30))
+        if isinstance(self._state.projections, KeyedProjections):
+            self._state.projections.stream(self._streamed)
 
     def _instrument(self, module: nn.Module, name: str, rule: LayerRule, trackers: dict[str, ParameterTracker]) -> None:
         if ATTRIBUTE in module.__dict__:
@@ -424,6 +463,9 @@ def attach(
     on_nonfinite: OnNonfinite = "raise",
     norm_slack: float | None = None,
     check_isolation: bool = True,
+    projection_memory: float | None = 1.0,
+    mlp_chunk: int | None = None,
+    offload_checkpoints: bool = False,
     key: bytes | None = None,
     projections: Projections | None = None,
 ) -> ClippingHandle:
@@ -439,7 +481,9 @@ def attach(
     Estimators: ``hutchinson`` sketches every matrix (vectors are exact); ``exact`` computes every norm; ``auto``
     computes a matrix [n0, n1] exactly where that takes no more memory than its sketch, n0 * n1 <= k * (n0 + n1), and
     sketches the others: a rule of the weight's shape alone, because a rule that looked at the batch would let one
-    record decide how another one's norm is had.
+    record decide how another one's norm is had. ``hutchpp`` takes k directions of each gradient exactly and sketches
+    what is left (`dprc_lightning.sketch.hutchpp`), and computes a matrix with an axis of at most k exactly: estimates
+    far closer to the norm for four times the work of a sketch and the same epsilon; with Gaussian P alone.
 
     Projections: ``gaussian``, or ``rademacher``: entries +-1/sqrt(k), kept as bits. P then takes a thirty-second of the
     memory; epsilon takes more noise, and is NOT certified (`dprc_lightning.accounting`). Tell the accountant.
@@ -458,6 +502,12 @@ def attach(
         check_isolation: Look in the first micro-batches whether each loss reaches the rows of its own record alone, and
             again where another dimension happens to equal the number of records; costs two backwards without weight
             gradients each time.
+        projection_memory: GiB of P that are kept for a whole step, in the order of the parameters; the rest is made
+            again at each use, the same bit for bit, at most 16 MiB at a time. None keeps all, 0 nothing.
+        mlp_chunk: Run the MLP of each layer so many tokens at a time, a multiple of 512, and once more in each
+            backward: between the passes it keeps its input alone. Under activation checkpointing at no more products,
+            else at one more forward of the MLP in each backward. None runs it at once.
+        offload_checkpoints: Keep the inputs of activation checkpoints in the host's memory (`dprc_lightning.offload`).
         key: 32 secret bytes for the projections, shared by all ranks; instead of `seed`.
         projections: A source of P of one's own, instead of `projection`, `seed` and `key`; for tests.
 
@@ -465,11 +515,14 @@ def attach(
         The handle.
 
     Raises:
-        InvalidArgumentError: A value out of range, or an estimator or projection that is not available.
+        InvalidArgumentError: A value out of range, an estimator or projection that is not available, or a flag that
+            this model has no use for.
         UnsupportedModuleError: The trainable parameters that cannot be handled, each with the remedy; also a model
             that is attached already or compiled.
     """
     _check_arguments(estimator, sketch_dim, projection, unused, on_nonfinite, norm_slack)
+    if projection_memory is not None and not 0.0 <= projection_memory < math.inf:
+        raise InvalidArgumentError("projection_memory", projection_memory, "expected finite GiB >= 0, or None for all")
     if projections is None:
         if key is None:
             key = secrets.token_bytes(32) if seed is None else derive(bytes(32), "attach seed", seed)
@@ -477,7 +530,18 @@ def attach(
     forget_tracing()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedModuleError("the model has no trainable parameter: set requires_grad=True on what to train")
-    settings = _Settings(estimator, sketch_dim, projection, unused, on_nonfinite, norm_slack, check_isolation)
+    settings = _Settings(
+        estimator,
+        sketch_dim,
+        projection,
+        unused,
+        on_nonfinite,
+        norm_slack,
+        check_isolation,
+        projection_memory,
+        mlp_chunk,
+        offload_checkpoints,
+    )
     return ClippingHandle(model, projections, settings)
 
 
@@ -515,11 +579,9 @@ def _check_arguments(
 ) -> None:
     if estimator not in get_args(Estimator):
         raise InvalidArgumentError("estimator", estimator, f"expected one of {', '.join(get_args(Estimator))}")
-    if estimator == "hutchpp":
-        raise InvalidArgumentError("estimator", estimator, "not available in this version; use hutchinson")
-    if projection not in get_args(Projection):
+    if projection not in get_args(Projection) or estimator == "hutchpp":
         # The accounting knows why.
-        StepEvent(1.0, 1.0, 1, projection)
+        StepEvent(1.0, 1.0, 1, projection, estimator="hutchpp" if estimator == "hutchpp" else "hutchinson")
     if isinstance(sketch_dim, bool) or not isinstance(sketch_dim, int) or sketch_dim < 1:
         raise InvalidArgumentError("sketch_dim", sketch_dim, "expected an integer >= 1")
     if unused not in get_args(Unused):

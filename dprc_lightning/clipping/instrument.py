@@ -8,6 +8,7 @@ from torch import nn
 
 from dprc_lightning.errors import UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.layers import ATTRIBUTE, LayerRule, ParameterTracker, find_rule
+from dprc_lightning.layers.tracker import ParameterEstimator
 from dprc_lightning.sketch import cheaper_side
 
 Owners = dict[str, tuple[nn.Module, LayerRule]]
@@ -173,5 +174,10 @@ def _make_tracker(name: str, parameter: nn.Parameter, kind: str, estimator: str,
     if kind == "vector":
         return ParameterTracker(name, parameter, "vector", "exact", 0)
     n0, n1 = parameter.shape[0], parameter.shape[1:].numel()
-    exact = estimator == "exact" or (estimator == "auto" and n0 * n1 <= sketch_dim * (n0 + n1))
-    return ParameterTracker(name, parameter, "matrix", "exact" if exact else "hutchinson", cheaper_side(n0, n1))
+    chosen: ParameterEstimator = "exact"
+    if estimator == "hutchpp":
+        # From k columns on the head is the whole gradient: the exact norm is the same number, had at less cost.
+        chosen = "exact" if min(n0, n1) <= sketch_dim else "hutchpp"
+    elif estimator == "hutchinson" or (estimator == "auto" and n0 * n1 > sketch_dim * (n0 + n1)):
+        chosen = "hutchinson"
+    return ParameterTracker(name, parameter, "matrix", chosen, cheaper_side(n0, n1))

@@ -21,7 +21,7 @@ def format_plan(rows: Sequence[PlanRow]) -> str:
     """The plan as plain text.
 
     Parameters alike in shape, estimator and side whose names differ in their layer numbers alone share a line:
-    ``model.layers.{0-29}.self_attn.q_proj.weight``, count 30. Its bytes of P (held for a whole step), its float32
+    ``model.layers.{0-29}.self_attn.q_proj.weight``, count 30. Its bytes of P (kept for a whole step), its float32
     numbers of the sketch (per record) and its FLOPs (per token) are those of all 30 together, so the last line is the
     sum; ``-`` stands for none.
     ``ghost up to T``: with at most so many tokens in a record, an exact matrix's norm comes from Gram matrices, with

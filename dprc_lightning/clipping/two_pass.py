@@ -130,7 +130,9 @@ def norm_pass(state: PassState, losses: Tensor, unused: Unused = "error", around
     state.start_norms(losses.shape[0])
     try:
         _backward_to_anchors(state, losses, around)
-        norms = state.finish_norms()
+        # Where several uses of a weight are squared, autocast would do it in half precision.
+        with torch.autocast(losses.device.type, enabled=False):
+            norms = state.finish_norms()
     finally:
         state.abort()
     if norms is None:

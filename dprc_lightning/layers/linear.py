@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dprc_lightning.layers.rule import LayerRule
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import PassState, active
+from dprc_lightning.layers.tracking import ATTRIBUTE, PassState, active
 
 
 class _Save(torch.autograd.Function):
@@ -48,15 +48,35 @@ class _Save(torch.autograd.Function):
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, x: Tensor, weight: Tensor, box: list[Tensor], transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, token: Tensor, x: Tensor, weight: Tensor, box: list[Tensor], transposed: bool, product: bool
+    ) -> Tensor:
         ctx.box = box
-        return F.linear(x, weight.mT if transposed else weight)
+        return F.linear(x, weight.mT if transposed else weight) if product else _stand_in(x, weight, transposed)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         # The output gradient lives only between the two nodes.
         ctx.box.append(output_gradient)
-        return output_gradient.new_zeros((), dtype=torch.float32), None, None, None, None
+        return output_gradient.new_zeros((), dtype=torch.float32), None, None, None, None, None
+
+
+class _FrozenWithoutProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.transposed = transposed
+        return _stand_in(x, weight, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return output_gradient @ (weight.mT if ctx.transposed else weight).to(output_gradient.dtype), None, None
+
+
+def _stand_in(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """Of the product's shape and dtype, in no memory: nobody looks at its values."""
+    return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
 class _Bias(torch.autograd.Function):
@@ -91,24 +111,7 @@ class LinearRule(LayerRule):
         Returns:
             [B, ..., out_features].
         """
-        device_type = input.device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        x = input.to(torch.get_autocast_dtype(device_type)) if autocast else input
-        found = active(module, "weight")
-        if found is None:
-            y = F.linear(x, module.weight.mT if self.transposed else module.weight)
-        else:
-            state, tracker = found
-            box: list[Tensor] = []
-            token = _Save.apply(x, module.weight, state.anchor(x.device), state, tracker, box, self.transposed)
-            y = _Apply.apply(token, x.detach(), module.weight.detach(), box, self.transposed)
-        if module.bias is None:
-            return y
-        found = active(module, "bias")
-        if found is None:
-            return y + module.bias.to(y.dtype)
-        state, tracker = found
-        return _Bias.apply(y, module.bias, state.anchor(y.device), state, tracker)
+        return linear_output(module, input, transposed=self.transposed)
 
 
 class HuggingFaceConv1DRule(LinearRule):
@@ -119,3 +122,39 @@ class HuggingFaceConv1DRule(LinearRule):
     def matches(self, module: nn.Module) -> bool:
         """Whether this rule is for the module. By name, so that transformers need not be imported."""
         return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def linear_output(module: Any, input: Tensor, *, transposed: bool, product: bool = True) -> Tensor:
+    """A linear layer's forward, of an instrumented one or a frozen one.
+
+    Args:
+        module: The layer.
+        input: [B, ..., in_features].
+        transposed: Whether its weight is [in_features, out_features].
+        product: Whether the values are wanted. A forward that is made anew for its backward does not look at those of
+            its last layer: without them it takes no product, and its gradients are the same.
+
+    Returns:
+        [B, ..., out_features].
+    """
+    instrumented = ATTRIBUTE in module.__dict__
+    device_type = input.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    x = input.to(torch.get_autocast_dtype(device_type)) if autocast else input
+    found = active(module, "weight") if instrumented else None
+    if found is not None:
+        state, tracker = found
+        box: list[Tensor] = []
+        token = _Save.apply(x, module.weight, state.anchor(x.device), state, tracker, box, transposed)
+        y = _Apply.apply(token, x.detach(), module.weight.detach(), box, transposed, product)
+    elif product:
+        y = F.linear(x, module.weight.mT if transposed else module.weight)
+    else:
+        y = _FrozenWithoutProduct.apply(x, module.weight, transposed)
+    if module.bias is None:
+        return y
+    found = active(module, "bias") if instrumented else None
+    if found is None:
+        return y + module.bias.to(y.dtype)
+    state, tracker = found
+    return _Bias.apply(y, module.bias, state.anchor(y.device), state, tracker)

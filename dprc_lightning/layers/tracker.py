@@ -6,12 +6,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dprc_lightning.errors import StepOrderError
-from dprc_lightning.sketch import BLOCK_ROWS, Factors, Projections, sketch, squared_norms
+from dprc_lightning.errors import StepOrderError, UnsupportedModuleError
+from dprc_lightning.sketch import (
+    BLOCK_ROWS,
+    Factors,
+    Projections,
+    head_name,
+    hutchpp_squared_norms,
+    sketch,
+    squared_norms,
+)
 from dprc_lightning.sketch.hutchinson import Side
 
 Kind = Literal["matrix", "vector"]
-ParameterEstimator = Literal["exact", "hutchinson"]
+ParameterEstimator = Literal["exact", "hutchinson", "hutchpp"]
 
 
 UNIT_ROUNDOFF = 2.0**-24
@@ -50,6 +58,19 @@ def rounding_share(rows: Tensor, blocks: Tensor, *, may_flip: bool) -> Tensor:
     return share
 
 
+def terms_of(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the floor of a norm needs of the norms of a record's terms.
+
+    Args:
+        sizes: [B, positions], float32.
+
+    Returns:
+        Their sum, how many are not zero, and how many blocks of `BLOCK_ROWS` have any: [B] each, float32.
+    """
+    blocks = torch.stack([(part > 0).any(1) for part in sizes.split(BLOCK_ROWS, dim=1)]).sum(0)
+    return sizes.sum(1), (sizes > 0).sum(1).float(), blocks.float()
+
+
 @dataclass(eq=False)
 class Uses:
     """The uses of one parameter that one norm pass met; its clipped backward meets them again.
@@ -78,7 +99,7 @@ class ParameterTracker:
         uses: Those of the last norm pass.
         stand_in: Under an engine that shards, the whole parameter, or the view, that the last forward saw in its place.
         kind: ``matrix`` (two factors) or ``vector`` (its per-record gradient is small and summed as it is).
-        estimator: ``exact`` or ``hutchinson``.
+        estimator: ``exact``, ``hutchinson`` or ``hutchpp``.
         side: The axis that P contracts; unused where exact.
         modules: Names of the modules that own it; more than one where tied.
         forward_uses: Uses seen in forwards since the last norm pass.
@@ -98,6 +119,7 @@ class ParameterTracker:
     _expected: int = 0
     _sum: Tensor | None = None
     _uses: list[Factors] = field(default_factory=list)
+    _projections: Projections | None = None
     _produced_sum: Tensor | None = None
     _produced_size: Tensor | None = None
     _passed_sum: Tensor | None = None
@@ -119,7 +141,11 @@ class ParameterTracker:
     @property
     def draws(self) -> dict[str, int]:
         """The projections that its norm needs: their names, as `Projections.matrix` has them, and their rows."""
-        return {} if self.estimator == "exact" else {self.name: self.matrix_shape[self.side]}
+        if self.estimator == "exact":
+            return {}
+        contracted, other = self.matrix_shape[self.side], self.matrix_shape[1 - self.side]
+        head = {head_name(self.name): other} if self.estimator == "hutchpp" else {}
+        return {self.name: contracted, **head}
 
     def start(self) -> None:
         """Begin a norm pass: uses counted in the forward are now expected, and counting starts anew."""
@@ -130,7 +156,7 @@ class ParameterTracker:
     def clear(self) -> None:
         """Drop everything that was kept for the squared norm."""
         self._sum = self._terms = self._rows = self._blocks = None
-        self._uses = []
+        self._uses, self._projections = [], None
         self._produced_sum = self._produced_size = self._passed_sum = None
 
     def add_terms(self, sizes: Tensor) -> None:
@@ -139,16 +165,20 @@ class ParameterTracker:
         Args:
             sizes: [B, positions], float32.
         """
-        blocks = torch.stack([(part > 0).any(1) for part in sizes.split(BLOCK_ROWS, dim=1)]).sum(0)
-        found = sizes.sum(1), (sizes > 0).sum(1).float(), blocks.float()
+        self.merge_terms(*terms_of(sizes))
+
+    def merge_terms(self, terms: Tensor, rows: Tensor, blocks: Tensor) -> None:
+        """Add what `terms_of` made of them.
+
+        Args:
+            terms: Sums of the norms, [B], float32.
+            rows: How many are not zero, [B], float32.
+            blocks: How many blocks of `BLOCK_ROWS` have any, [B], float32.
+        """
         if self._terms is None or self._rows is None or self._blocks is None:
-            self._terms, self._rows, self._blocks = found
+            self._terms, self._rows, self._blocks = terms, rows, blocks
         else:
-            self._terms, self._rows, self._blocks = (
-                self._terms + found[0],
-                self._rows + found[1],
-                self._blocks + found[2],
-            )
+            self._terms, self._rows, self._blocks = self._terms + terms, self._rows + rows, self._blocks + blocks
 
     def floor(self, *, may_flip: bool) -> Tensor | None:
         """The floor of each record's norm, [B], float32; None if nothing arrived.
@@ -292,12 +322,13 @@ class ParameterTracker:
             projections: Where P comes from.
 
         Returns:
-            Squared norms [B], float32, if they are complete already, else None.
+            Squared norms [B], float32 or float64, if they are complete already, else None.
         """
         complete = self._arrived()
-        if self.estimator == "exact":
+        if self.estimator != "hutchinson":
+            self._projections = projections
             if complete:
-                return squared_norms([use])
+                return self._together([use])
             self._uses.append(use)
             return None
         return self._add(self.part(use, projections), complete)
@@ -311,12 +342,29 @@ class ParameterTracker:
 
         Returns:
             [B, ..., ...], float32: a sketch, or each record's whole gradient where the norm is exact.
+
+        Raises:
+            UnsupportedModuleError: Hutch++ takes all factors of a record several times; it has no such parts.
         """
+        if self.estimator == "hutchpp":
+            raise UnsupportedModuleError(
+                f"parameter {self.name!r}: estimator=hutchpp needs all tokens of its layer at once, and this layer "
+                "makes them in parts; set estimator=hutchinson, or turn off the performance flag that cuts the layer"
+            )
         if self.estimator == "exact":
             records = range(use.right.shape[0])
             return torch.stack([use.dense(i) for i in records]) if records else use.right.new_zeros(0, *use.shape)
         projection = projections.matrix(self.name, self.matrix_shape[self.side], use.right.device)
         return sketch(use, projection, self.side)
+
+    def _together(self, uses: list[Factors]) -> Tensor:
+        """Squared norms of what must not be squared use by use, [B]."""
+        if self.estimator == "exact":
+            return squared_norms(uses)
+        assert self._projections is not None, "add_factors keeps it"
+        device = uses[0].right.device
+        tail, head = (self._projections.matrix(name, rows, device) for name, rows in self.draws.items())
+        return hutchpp_squared_norms(uses, tail, head, self.side)
 
     def add_part(self, value: Tensor) -> Tensor | None:
         """Add one use that came in parts.
@@ -350,7 +398,7 @@ class ParameterTracker:
         """Square what was kept over several uses.
 
         Returns:
-            Squared norms [B], float32, or None if nothing was kept.
+            Squared norms [B], float32 or float64, or None if nothing was kept.
         """
         squared = None
         if self._uses and self._sum is not None:
@@ -359,7 +407,7 @@ class ParameterTracker:
             whole = [sum((use.dense(i) for use in self._uses), self._sum[i]) for i in records]
             squared = torch.stack(whole).square().flatten(1).sum(1) if whole else self._sum.flatten(1).sum(1)
         elif self._uses:
-            squared = squared_norms(self._uses)
+            squared = self._together(self._uses)
         elif self._sum is not None:
             squared = self._sum.square().flatten(1).sum(1)
         self.clear()

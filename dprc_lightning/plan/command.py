@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise InvalidArgumentError("--sketch_dim", options.sketch_dim, "expected integers >= 1")
     subject = read_subject(options, overrides, _tell)
     sketch_dims = sorted(set(options.sketch_dim))
-    exact, *costs = all_costs(subject.model, subject.batch, sketch_dims, subject.mechanism)
+    exact, *costs = all_costs(subject.model, subject.batch, sketch_dims, subject.mechanism, subject.projection_memory)
     total = step_flops(subject.model, subject.batch)
     # From the cheapest to account to the dearest; the table is by k.
     order = [None, *reversed(sketch_dims)]
@@ -174,7 +174,7 @@ def to_text(subject: Subject, found: Sequence[Row], choice: Choice, total: int) 
     picked = "none" if choice.row is None else choice.row.name
     lines += [
         "",
-        "sigma: noise multiplier; FLOPs: the norms' against those of the step without them; P: held for a whole step;",
+        "sigma: noise multiplier; FLOPs: the norms' against those of the step without them; P: kept for a whole step;",
         "norms: their peak in a micro-batch; sketched, exact: parameters whose norms are estimated, and are not.",
         "",
         f"pick: {picked}",

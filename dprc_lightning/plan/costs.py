@@ -11,6 +11,8 @@ from dprc_lightning.clipping import attach
 from dprc_lightning.clipping.plan import PlanRow
 from dprc_lightning.layers.embedding import EmbeddingRule
 from dprc_lightning.layers.registry import find_rule
+from dprc_lightning.sketch.hutchinson import tokens_at_once
+from dprc_lightning.sketch.hutchpp import BLOCK_COLUMNS, PRODUCTS, flops_per_record
 
 FLOAT32 = 4
 FLOAT64 = 8
@@ -35,9 +37,10 @@ class NormCosts:
 
     Attributes:
         sketch_dim: The k that the accountant must be told; None if every norm turns out exact.
-        projection_bytes: P, held for a whole logical step.
+        projection_bytes: P, as far as it is kept for a whole logical step.
         norm_bytes: The most that is live for the norms of one micro-batch beside P: the sketch (or the exact norm's
-            temporaries) of one parameter at a time, and what parameters with several uses keep until the pass is over.
+            temporaries) of one parameter at a time, with the block of a P that is not kept and the products that share
+            it, and what parameters with several uses keep until the pass is over.
         flops: Of one micro-batch, matrix products alone; drawing P is not in them.
         sketched_parameters: Numbers in the parameters whose norm is estimated.
         exact_parameters: Numbers in those whose norm is exact.
@@ -56,7 +59,15 @@ class NormCosts:
         return self.projection_bytes + self.norm_bytes
 
 
-def norm_costs(model: nn.Module, batch: Batch, *, sketch_dim: int, estimator: str, projection: str) -> NormCosts:
+def norm_costs(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    sketch_dim: int,
+    estimator: str,
+    projection: str,
+    projection_memory: float | None = 1.0,
+) -> NormCosts:
     """Costs of the norms for one setting of the clipping: what `ClippingHandle.plan` says, for a micro-batch.
 
     Args:
@@ -65,16 +76,25 @@ def norm_costs(model: nn.Module, batch: Batch, *, sketch_dim: int, estimator: st
         sketch_dim: k.
         estimator: As for `attach`.
         projection: Likewise.
+        projection_memory: Likewise.
 
     Returns:
         The costs. A convolution counts as if it had one position per token. An exact norm counts by the way that
-        `dprc_lightning.sketch.exact` chooses; Gram matrices are float64, and slower than their FLOPs say.
+        `dprc_lightning.sketch.exact` chooses; Gram matrices are float64, and slower than their FLOPs say. The QR
+        decompositions of Hutch++ are no products and count for nothing.
     """
     modules = dict(model.named_modules())
     # Where a row's module is the model itself, the row has the name of its type.
     modules[type(model).__name__] = modules[""]
     one_hot = {name for name, module in modules.items() if isinstance(find_rule(module), EmbeddingRule)}
-    handle = attach(model, estimator, sketch_dim, projection, check_isolation=False)  # type: ignore[arg-type]
+    handle = attach(
+        model,
+        estimator,  # type: ignore[arg-type]
+        sketch_dim,
+        projection,  # type: ignore[arg-type]
+        check_isolation=False,
+        projection_memory=projection_memory,
+    )
     try:
         rows = handle.plan()
         accounted = handle.sketch_dim
@@ -84,11 +104,22 @@ def norm_costs(model: nn.Module, batch: Batch, *, sketch_dim: int, estimator: st
     return NormCosts(
         sketch_dim=accounted,
         projection_bytes=sum(row.projection_bytes for row in rows),
-        norm_bytes=max(at_once for _, at_once, _ in costs) + sum(kept for _, _, kept in costs),
+        norm_bytes=max(
+            at_once + _making_bytes(row, batch, sketch_dim) for row, (_, at_once, _) in zip(rows, costs, strict=True)
+        )
+        + sum(kept for _, _, kept in costs),
         flops=sum(flops for flops, _, _ in costs),
         sketched_parameters=sum(prod(row.shape) for row in rows if row.estimator != "exact"),
         exact_parameters=sum(prod(row.shape) for row in rows if row.estimator == "exact"),
     )
+
+
+def _making_bytes(row: PlanRow, batch: Batch, sketch_dim: int) -> int:
+    """A block of a P that is not kept, and the products of as many tokens as share it."""
+    if row.block_bytes == 0:
+        return 0
+    tokens = min(batch.tokens, tokens_at_once(batch.records, sketch_dim))
+    return row.block_bytes + FLOAT32 * batch.records * tokens * sketch_dim
 
 
 def _row_costs(row: PlanRow, one_hot: list[bool], batch: Batch) -> tuple[int, int, int]:
@@ -105,6 +136,8 @@ def _row_costs(row: PlanRow, one_hot: list[bool], batch: Batch) -> tuple[int, in
     tokens, records = batch.tokens, batch.records
     n0, n1 = row.shape[0] if row.shape else 1, prod(row.shape[1:])
     several = len(one_hot) > 1
+    if row.estimator == "hutchpp":
+        return _hutchpp_costs(row, one_hot, batch)
     if row.estimator != "exact" or row.ghost_rows is None:
         # A vector's per-record gradient is a sum, without products; its row says 0.
         flops = row.flops_per_token * len(one_hot)
@@ -113,8 +146,7 @@ def _row_costs(row: PlanRow, one_hot: list[bool], batch: Batch) -> tuple[int, in
             flops -= 2 * row.projection_floats * sum(one_hot)
         held = FLOAT32 * records * row.sketch_floats
         return flops * tokens * records, held, held if several else 0
-    # Both factors of each use, but for ids.
-    kept = sum(FLOAT32 * tokens * records * (n1 + (0 if single else n0)) for single in one_hot) if several else 0
+    kept = _kept_factors((n0, n1), one_hot, batch)
     if tokens * len(one_hot) <= row.ghost_rows:
         flops = sum(2 * tokens**2 * (n0 + n1) for _ in _pairs(len(one_hot)))
         # Two ids are compared, not multiplied.
@@ -123,6 +155,31 @@ def _row_costs(row: PlanRow, one_hot: list[bool], batch: Batch) -> tuple[int, in
     flops = sum(2 * tokens * n0 * n1 for single in one_hot if not single)
     # The sum and one product.
     return flops * records, 2 * FLOAT32 * n0 * n1, kept
+
+
+def _hutchpp_costs(row: PlanRow, one_hot: list[bool], batch: Batch) -> tuple[int, int, int]:
+    """`_row_costs` of Hutch++, which has all uses of a parameter at hand at once."""
+    shape = row.shape[0], prod(row.shape[1:])
+    contracted, other = shape if row.side == "output" else shape[::-1]
+    columns = row.projection_floats // (contracted + other)
+    # The products of a one-hot factor are a choice of rows, or a sum of some.
+    per_token = row.flops_per_token * len(one_hot) - 2 * PRODUCTS * columns * contracted * sum(one_hot)
+    floats = row.sketch_floats
+    if all(one_hot):
+        # Rows of the ids that may be there, in float64 and in float32.
+        present = min(batch.tokens * len(one_hot), contracted)
+        floats += min(columns, BLOCK_COLUMNS) * (3 * present - contracted)
+    flops = per_token * batch.tokens + flops_per_record(other, columns)
+    kept = _kept_factors(shape, one_hot, batch)
+    return flops * batch.records, FLOAT32 * floats * batch.records, kept
+
+
+def _kept_factors(shape: tuple[int, int], one_hot: list[bool], batch: Batch) -> int:
+    """Bytes of both factors of each use, but for ids, where a parameter has several."""
+    if len(one_hot) == 1:
+        return 0
+    n0, n1 = shape
+    return sum(FLOAT32 * batch.tokens * batch.records * (n1 + (0 if single else n0)) for single in one_hot)
 
 
 def _pairs(uses: int) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dprc_lightning.accounting import StepEvent
-from dprc_lightning.config import PrivacyConfig
+from dprc_lightning.config import PerformanceConfig, PrivacyConfig
 from dprc_lightning.errors import ConfigurationError, InvalidArgumentError
 from dprc_lightning.plan.costs import Batch
 from dprc_lightning.plan.shapes import hugging_face_model
@@ -36,6 +36,7 @@ class Subject:
         batch: One micro-batch.
         mechanism: All of it but k.
         num_records: N; None if nothing needs it.
+        projection_memory: GiB of P that are kept for a step; None for all.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Subject:
     batch: Batch
     mechanism: Mechanism
     num_records: int | None
+    projection_memory: float | None = PerformanceConfig.projection_memory
 
 
 def read_subject(
@@ -115,7 +117,14 @@ def _from_file(
         raise ConfigurationError(["--tokens: needed, for the model has no max_length; the tokens of a record"])
     records = options.records or settings.performance.physical_batch_size or 1
     progress(f"building {settings.name} without its weights")
-    return Subject(settings.name, settings.build(progress), Batch(records, tokens), mechanism, number)
+    return Subject(
+        settings.name,
+        settings.build(progress),
+        Batch(records, tokens),
+        mechanism,
+        number,
+        settings.performance.projection_memory,
+    )
 
 
 def _mechanism(privacy: PrivacyConfig, num_records: int | None, flags: set[str]) -> Mechanism:

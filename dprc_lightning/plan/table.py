@@ -20,7 +20,7 @@ class Mechanism:
         steps: Logical steps that may be begun.
         epsilon: The target, to which the noise of each row is calibrated; None if the noise is given.
         noise_multiplier: sigma of all rows; None if epsilon is given.
-        estimator: ``auto`` or ``hutchinson``, of the rows with a k.
+        estimator: ``auto``, ``hutchinson`` or ``hutchpp``, of the rows with a k.
         projection: Distribution of P's entries.
         bound: Which law is accounted.
     """
@@ -66,7 +66,13 @@ class Row:
         return self.noise_multiplier if self.epsilon is None else self.epsilon.upper
 
 
-def all_costs(model: nn.Module, batch: Batch, sketch_dims: Sequence[int], mechanism: Mechanism) -> list[NormCosts]:
+def all_costs(
+    model: nn.Module,
+    batch: Batch,
+    sketch_dims: Sequence[int],
+    mechanism: Mechanism,
+    projection_memory: float | None = 1.0,
+) -> list[NormCosts]:
     """The costs of exact norms, then of each k.
 
     Args:
@@ -74,13 +80,23 @@ def all_costs(model: nn.Module, batch: Batch, sketch_dims: Sequence[int], mechan
         batch: One micro-batch.
         sketch_dims: Each k.
         mechanism: Estimator and projection.
+        projection_memory: GiB of P that are kept for a step; None for all.
 
     Returns:
         One entry more than `sketch_dims` has.
     """
-    settings = {"projection": mechanism.projection}
-    exact = norm_costs(model, batch, sketch_dim=1, estimator="exact", **settings)
-    sketched = [norm_costs(model, batch, sketch_dim=k, estimator=mechanism.estimator, **settings) for k in sketch_dims]
+    exact = norm_costs(model, batch, sketch_dim=1, estimator="exact", projection=mechanism.projection)
+    sketched = [
+        norm_costs(
+            model,
+            batch,
+            sketch_dim=k,
+            estimator=mechanism.estimator,
+            projection=mechanism.projection,
+            projection_memory=projection_memory,
+        )
+        for k in sketch_dims
+    ]
     return [exact, *sketched]
 
 

@@ -4,17 +4,17 @@ A layer with weight W [n0, n1] has, for record i, the gradient ``left_i^T right_
 ``right`` [B, T, n1] are its output gradients and its inputs. Nothing in here knows of modules or of autograd.
 """
 
-from typing import Any
-
+from dprc_lightning.sketch.blocks import ROWS_PER_BLOCK, StreamedMatrix, not_kept
 from dprc_lightning.sketch.exact import squared_norms
 from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
 from dprc_lightning.sketch.hutchinson import cheaper_side, sketch
+from dprc_lightning.sketch.hutchpp import head_name, hutchpp_squared_norms
 from dprc_lightning.sketch.matrix import DenseMatrix, ProjectionMatrix
-from dprc_lightning.sketch.projection import ROWS_PER_BLOCK, GaussianProjections, KeyedProjections, Projections
+from dprc_lightning.sketch.projection import GaussianProjections, KeyedProjections, Projections
 from dprc_lightning.sketch.rademacher import RademacherMatrix, RademacherProjections
 from dprc_lightning.sketch.weighted import weighted_sum
 
-PROJECTIONS: dict[str, type[KeyedProjections[Any]]] = {
+PROJECTIONS: dict[str, type[KeyedProjections]] = {
     "gaussian": GaussianProjections,
     "rademacher": RademacherProjections,
 }
@@ -27,11 +27,16 @@ __all__ = [
     "DenseMatrix",
     "Factors",
     "GaussianProjections",
+    "KeyedProjections",
     "ProjectionMatrix",
     "Projections",
     "RademacherMatrix",
     "RademacherProjections",
+    "StreamedMatrix",
     "cheaper_side",
+    "head_name",
+    "hutchpp_squared_norms",
+    "not_kept",
     "sketch",
     "squared_norms",
     "weighted_sum",

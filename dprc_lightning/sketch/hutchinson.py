@@ -5,9 +5,11 @@ from typing import Literal
 from torch import Tensor
 
 from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
-from dprc_lightning.sketch.matrix import ProjectionMatrix, as_matrix, times
+from dprc_lightning.sketch.matrix import ProjectionMatrix, as_matrix, times_all
 
 Side = Literal[0, 1]
+
+_PRODUCT_BYTES = 2**26
 
 
 def cheaper_side(n0: int, n1: int) -> Side:
@@ -45,19 +47,39 @@ def sketch(use: Factors, projection: Tensor | ProjectionMatrix, side: Side) -> T
 
     Returns:
         [B, n_other, k], float32. Peak extra memory: [B, min(T, BLOCK_ROWS), k] float32, the factors' blocks, and one
-        row block of P. Each block of `BLOCK_ROWS` tokens goes through P once.
+        row block of P. Each block of `BLOCK_ROWS` tokens goes through P once. Where P's rows are made again each time,
+        as many blocks as have 64 MiB of products share a row block; the sums are the same, bit for bit.
     """
     # left_i^T (right_i P) would be a scatter over the vocabulary: V x k floats per record, never wanted.
     assert side == 0 or not use.one_hot, "an embedding's projection lies on the vocabulary side"
     matrix = as_matrix(projection)
+    projected, other = (use.left, use.right) if side == 0 else (use.right, use.left)
+    window = tokens_at_once(other.shape[0], matrix.shape[1]) if matrix.made_anew else BLOCK_ROWS
     total: Tensor | None = None
-    for start in range(0, max(use.length, 1), BLOCK_ROWS):
-        rows = slice(start, start + BLOCK_ROWS)
-        left, right = use.left[:, rows], use.right[:, rows]
-        if side == 1:
-            part = left.float().mT @ times(right, matrix)
+    for begin in range(0, max(use.length, 1), window):
+        end = min(begin + window, max(use.length, 1))
+        blocks = [slice(start, min(start + BLOCK_ROWS, end)) for start in range(begin, end, BLOCK_ROWS)]
+        if use.one_hot:
+            gathered = matrix.gather(projected[:, begin:end])
+            products = [gathered[:, block.start - begin : block.stop - begin] for block in blocks]
+            del gathered
         else:
-            part = right.float().mT @ (matrix.gather(left) if use.one_hot else times(left, matrix))
-        total = part if total is None else total.add_(part)
+            products = times_all([projected[:, block] for block in blocks], matrix)
+        for block, product in zip(blocks, products, strict=True):
+            part = other[:, block].float().mT @ product
+            total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def tokens_at_once(records: int, columns: int) -> int:
+    """How many tokens of each record share a row block of P that is made for them: a matter of memory and time alone.
+
+    Args:
+        records: B.
+        columns: k.
+
+    Returns:
+        A multiple of `BLOCK_ROWS`; their products with P take 64 MiB, or are one block.
+    """
+    return BLOCK_ROWS * max(_PRODUCT_BYTES // max(4 * records * columns * BLOCK_ROWS, 1), 1)

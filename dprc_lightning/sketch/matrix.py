@@ -1,12 +1,19 @@
 """What a sketch needs of P: row blocks one after the other, and single rows by id. P as a whole need never exist."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from dprc_lightning.sketch.blocks import rows_at_once
+
 
 class ProjectionMatrix(Protocol):
     """P of one parameter in one logical step, [rows, k]. The same numbers however often and in whatever order asked."""
+
+    @property
+    def made_anew(self) -> bool:
+        """Whether rows are made again each time: then ask seldom, for many tokens at once."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -28,11 +35,13 @@ class ProjectionMatrix(Protocol):
 
 
 class DenseMatrix:
-    """P as a tensor: one block.
+    """P as a tensor.
 
     Args:
         entries: [rows, k], float32.
     """
+
+    made_anew = False
 
     def __init__(self, entries: Tensor) -> None:
         self.entries = entries
@@ -49,8 +58,8 @@ class DenseMatrix:
 
     @property
     def block_rows(self) -> int:
-        """All of them."""
-        return max(len(self.entries), 1)
+        """No copy of P is saved by it, but one of the factor in float32, and sums are those of a P that is not kept."""
+        return rows_at_once(self.entries.shape[1])
 
     def rows(self, start: int, stop: int) -> Tensor:
         """A part of the tensor.
@@ -101,12 +110,31 @@ def times(factor: Tensor, projection: ProjectionMatrix) -> Tensor:
     Returns:
         [..., k], float32.
     """
+    return times_all([factor], projection)[0]
+
+
+def times_all(factors: Sequence[Tensor], projection: ProjectionMatrix) -> list[Tensor]:
+    """`times` of several factors, which take each row block of P in turn: it is made once for all of them.
+
+    Args:
+        factors: Each [..., rows], any floating dtype.
+        projection: P, [rows, k].
+
+    Returns:
+        For each factor [..., k], float32, the same bit for bit as of `times` alone.
+    """
     rows = projection.shape[0]
-    total: Tensor | None = None
+    totals: list[Tensor] = []
     for start in range(0, max(rows, 1), projection.block_rows):
         stop = min(start + projection.block_rows, rows)
-        # No name for the block: it would live on while the next one is made.
-        product = factor[..., start:stop].float() @ projection.rows(start, stop)
-        total = product if total is None else total.add_(product)
-    assert total is not None, "there is at least one block"
-    return total
+        block = projection.rows(start, stop)
+        for i, factor in enumerate(factors):
+            product = factor[..., start:stop].float() @ block
+            if start == 0:
+                totals.append(product)
+            else:
+                totals[i].add_(product)
+            del product
+        # Else it would live on while the next one is made.
+        del block
+    return totals

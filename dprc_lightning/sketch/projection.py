@@ -2,19 +2,18 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dprc_lightning.errors import StepOrderError
 from dprc_lightning.keys import derive
-from dprc_lightning.noise import gaussian
+from dprc_lightning.noise import GAUSSIAN_PIECE, fill_gaussian
+from dprc_lightning.sketch.blocks import ROWS_PER_BLOCK, StreamedMatrix
 from dprc_lightning.sketch.matrix import ProjectionMatrix
-
-ROWS_PER_BLOCK = 4096
-"""P is generated in blocks of this many rows, each from its own key: a stored format, never to be changed."""
 
 
 class Projections(Protocol):
@@ -27,10 +26,7 @@ class Projections(Protocol):
         """P of one parameter in the current step: [rows, k], float32 if it is a tensor."""
 
 
-Drawn = TypeVar("Drawn", bound=Tensor | ProjectionMatrix)
-
-
-class KeyedProjections(ABC, Generic[Drawn]):
+class KeyedProjections(ABC):
     """P as a function of (key, step index, parameter name, row block) alone; the distribution is that of the subclass.
 
     Guarantee: P is fresh at each logical step, independent of parameters, data and noise, and the same for all records
@@ -47,7 +43,8 @@ class KeyedProjections(ABC, Generic[Drawn]):
         self._key = key
         self._k = sketch_dim
         self._index: int | None = None
-        self._cache: dict[str, Drawn] = {}
+        self._cache: dict[str, Tensor | ProjectionMatrix] = {}
+        self._streamed: frozenset[str] = frozenset()
 
     def begin_step(self, index: int) -> None:
         """Start a logical step.
@@ -66,8 +63,16 @@ class KeyedProjections(ABC, Generic[Drawn]):
         self._index = index
         self._cache.clear()
 
-    def matrix(self, name: str, rows: int, device: torch.device) -> Drawn:
-        """P of one parameter, kept until the next `begin_step`.
+    def stream(self, names: Iterable[str]) -> None:
+        """Do not keep these matrices: their rows are made again, the same bit for bit, wherever they are used.
+
+        Args:
+            names: Those of `dprc_lightning.sketch.blocks.not_kept`; they take the place of the names before.
+        """
+        self._streamed = frozenset(names)
+
+    def matrix(self, name: str, rows: int, device: torch.device) -> Tensor | ProjectionMatrix:
+        """P of one parameter: kept until the next `begin_step`, or its keys alone, see `stream`.
 
         Args:
             name: The parameter's name in the model, before any wrapping.
@@ -83,37 +88,78 @@ class KeyedProjections(ABC, Generic[Drawn]):
         if self._index is None:
             raise StepOrderError("no logical step was begun; call begin_step() first")
         if name not in self._cache:
-            self._cache[name] = self._draw(name, rows, device)
+            # A label serves one distribution: one key, one stream.
+            key = partial(derive, self._key, self._label, self._index, name)
+            make = self._streamed_matrix if name in self._streamed else self._draw
+            self._cache[name] = make(key, rows, device)
         return self._cache[name]
+
+    @property
+    @abstractmethod
+    def _label(self) -> str:
+        """Part of every key."""
 
     @staticmethod
     @abstractmethod
     def stored_bytes(rows: int, sketch_dim: int) -> int:
-        """Bytes of one P that are held from its first use to the end of the step."""
+        """Bytes of one P that is kept, from its first use to the end of the step."""
 
     @abstractmethod
-    def _draw(self, name: str, rows: int, device: torch.device) -> Drawn:
+    def _draw(self, key: Callable[[int], bytes], rows: int, device: torch.device) -> Tensor | ProjectionMatrix:
         """P of one parameter, drawn from the keys of its row blocks."""
 
-    def _row_blocks(self, label: str, name: str, rows: int) -> Iterator[tuple[bytes, int]]:
-        """The key and the number of rows of each block. A label serves one distribution: one key, one stream."""
-        assert self._index is not None, "matrix() refuses before begin_step()"
-        for start in range(0, rows, ROWS_PER_BLOCK):
-            key = derive(self._key, label, self._index, name, start // ROWS_PER_BLOCK)
-            yield key, min(ROWS_PER_BLOCK, rows - start)
+    @abstractmethod
+    def _streamed_matrix(self, key: Callable[[int], bytes], rows: int, device: torch.device) -> ProjectionMatrix:
+        """The same P, of which the keys alone are held."""
 
 
-class GaussianProjections(KeyedProjections[Tensor]):
+def row_blocks(key: Callable[[int], bytes], rows: int) -> Iterator[tuple[bytes, slice]]:
+    """Walk through the row blocks of P.
+
+    Args:
+        key: Gives a block's key by its number.
+        rows: Of P.
+
+    Yields:
+        Key and rows of each block.
+    """
+    for start in range(0, rows, ROWS_PER_BLOCK):
+        yield key(start // ROWS_PER_BLOCK), slice(start, min(start + ROWS_PER_BLOCK, rows))
+
+
+class GaussianProjections(KeyedProjections):
     """P with iid N(0, 1/k) entries.
 
     Guarantee: that of `KeyedProjections`.
     """
+
+    _label = "P"
 
     @staticmethod
     def stored_bytes(rows: int, sketch_dim: int) -> int:
         """Four bytes for each entry."""
         return 4 * rows * sketch_dim
 
-    def _draw(self, name: str, rows: int, device: torch.device) -> Tensor:
-        blocks = [gaussian(key, (count, self._k)) for key, count in self._row_blocks("P", name, rows)]
-        return torch.cat(blocks).mul_(1.0 / math.sqrt(self._k)).to(device)
+    def _draw(self, key: Callable[[int], bytes], rows: int, device: torch.device) -> Tensor:
+        entries = torch.empty(rows, self._k, dtype=torch.float32)
+        for of_block, place in row_blocks(key, rows):
+            part = entries[place].view(-1)
+            fill_gaussian(part.numpy(), of_block, len(part), 0)
+        return entries.mul_(1.0 / math.sqrt(self._k)).to(device)
+
+    def _streamed_matrix(self, key: Callable[[int], bytes], rows: int, device: torch.device) -> StreamedMatrix:
+        return StreamedGaussian(key, rows, self._k, device)
+
+
+class StreamedGaussian(StreamedMatrix):
+    """P with iid N(0, 1/k) entries, made where they are used: 8 ns for each on one core of a CPU (Xeon).
+
+    Guarantee: that of `StreamedMatrix`.
+    """
+
+    _gap = GAUSSIAN_PIECE
+
+    def _make(self, key: bytes, of_key: int, start: int, stop: int) -> Tensor:
+        entries = torch.empty(stop - start, self._k, dtype=torch.float32)
+        fill_gaussian(entries.view(-1).numpy(), key, of_key * self._k, start * self._k)
+        return entries.mul_(1.0 / math.sqrt(self._k))

@@ -1,9 +1,11 @@
 """P with entries +-1/sqrt(k), kept as one bit each: a thirty-second of the memory of Gaussian entries.
 
-The bits are drawn once per step and turned into floats where they are used, one block of rows at a time.
+The bits are drawn once per step, or at each use where even they take too much memory. They become floats where they
+are used, one block of rows at a time.
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -12,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dprc_lightning.keys import KeyStream
-from dprc_lightning.sketch.projection import ROWS_PER_BLOCK, KeyedProjections
+from dprc_lightning.sketch.blocks import StreamedMatrix, rows_at_once
+from dprc_lightning.sketch.projection import KeyedProjections, row_blocks
 
-_LABEL = "P rademacher"
+_STREAM_UNIT = 64
+"""A key stream can be entered at multiples of so many bytes."""
 
 
 class RademacherMatrix:
@@ -28,6 +32,8 @@ class RademacherMatrix:
         bits: [rows, ceil(k / 8)], uint8. Bits beyond k are not looked at.
         columns: k.
     """
+
+    made_anew = False
 
     def __init__(self, bits: Tensor, columns: int) -> None:
         self.bits = bits
@@ -49,8 +55,8 @@ class RademacherMatrix:
 
     @property
     def block_rows(self) -> int:
-        """Rows that are floats at a time: half a MiB of them at k = 32."""
-        return ROWS_PER_BLOCK
+        """Rows that are floats at a time: half a MiB of them at k = 32, 16 MiB at most."""
+        return rows_at_once(self._k)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """The entries of some rows.
@@ -79,7 +85,7 @@ class RademacherMatrix:
         return F.embedding(packed.int(), self._entries).flatten(-2)[..., : self._k]
 
 
-class RademacherProjections(KeyedProjections[RademacherMatrix]):
+class RademacherProjections(KeyedProjections):
     """P with iid entries +-1/sqrt(k), each sign with probability 1/2.
 
     Guarantee: that of `KeyedProjections`. The signs are bits of ChaCha20 key streams, one stream for each row block
@@ -87,20 +93,43 @@ class RademacherProjections(KeyedProjections[RademacherMatrix]):
     numbers not certified (`dprc_lightning.accounting`).
     """
 
+    _label = "P rademacher"
+
     @staticmethod
     def stored_bytes(rows: int, sketch_dim: int) -> int:
         """One bit for each entry, and whole bytes for each row."""
         return rows * _width(sketch_dim)
 
-    def _draw(self, name: str, rows: int, device: torch.device) -> RademacherMatrix:
+    def _draw(self, key: Callable[[int], bytes], rows: int, device: torch.device) -> RademacherMatrix:
         width = _width(self._k)
-        packed = np.empty((rows, width), dtype=np.uint8)
-        start = 0
-        for key, count in self._row_blocks(_LABEL, name, rows):
-            drawn = KeyStream(key).bytes(count * width)
-            packed[start : start + count] = np.frombuffer(drawn, dtype=np.uint8).reshape(count, width)
-            start += count
-        return RademacherMatrix(torch.from_numpy(packed).to(device), self._k)
+        packed = torch.empty(rows, width, dtype=torch.uint8)
+        for of_block, place in row_blocks(key, rows):
+            packed[place] = _bits(of_block, width, 0, place.stop - place.start)
+        return RademacherMatrix(packed.to(device), self._k)
+
+    def _streamed_matrix(self, key: Callable[[int], bytes], rows: int, device: torch.device) -> StreamedMatrix:
+        return StreamedSigns(key, rows, self._k, device)
+
+
+class StreamedSigns(StreamedMatrix):
+    """P with entries +-1/sqrt(k) of which not even the bits are held.
+
+    Guarantee: that of `StreamedMatrix` and of `RademacherMatrix`.
+    """
+
+    # Bits cost next to nothing; what costs is to begin.
+    _gap = 2**20
+
+    def _make(self, key: bytes, of_key: int, start: int, stop: int) -> Tensor:
+        return RademacherMatrix(_bits(key, _width(self._k), start, stop), self._k).rows(0, stop - start)
+
+
+def _bits(key: bytes, width: int, start: int, stop: int) -> Tensor:
+    """Some rows of packed bits, [stop - start, width], from the stream of their block's key."""
+    skipped = start * width % _STREAM_UNIT
+    drawn = KeyStream(key, start * width - skipped).bytes(skipped + (stop - start) * width)
+    packed = np.frombuffer(bytearray(drawn), dtype=np.uint8, offset=skipped)
+    return torch.from_numpy(packed).view(stop - start, width)
 
 
 def _width(columns: int) -> int:

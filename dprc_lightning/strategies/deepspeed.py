@@ -118,6 +118,13 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         yield from half_parameter_problems(module, trainer.precision)
         yield from deepspeed_problems(self.config, self._stage)
+        chunk = module.performance.mlp_chunk
+        if self._stage == 3 and chunk is not None:
+            yield (
+                f"performance.mlp_chunk={chunk}: ZeRO stage 3 gathers the weights of each layer when that layer is "
+                "called, which the backward would do once for each piece of tokens, and ranks with longer records more "
+                "often than others; train with dprc_fsdp2, or leave it out"
+            )
         if getattr(module.privacy, "unused", "error") == "zero":
             yield (
                 "privacy.unused=zero: ZeRO reduces gradients in the order in which they come, and a parameter that one "

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from dprc_lightning.errors import ConfigurationError
+from dprc_lightning.layers.chunked_mlp import runs_in_pieces
 
 
 def roots_to_wrap(module: nn.Module, strategy: str) -> list[nn.Module]:
@@ -56,7 +57,7 @@ def layers_to_wrap(root: nn.Module, wrap: Sequence[str] | None, strategy: str) -
         The layers; none if nothing tells.
 
     Raises:
-        ConfigurationError: No module has one of the given names.
+        ConfigurationError: No module has one of the given names, or one lies inside of an MLP that runs in pieces.
     """
     names = set(wrap or ())
     if wrap is None:
@@ -72,4 +73,12 @@ def layers_to_wrap(root: nn.Module, wrap: Sequence[str] | None, strategy: str) -
         raise ConfigurationError([
             f"strategy {strategy}, wrap={list(wrap)}: no module of {type(root).__name__} is of such a class"
         ])
+    for mlp in root.modules():
+        inside = [module for module in mlp.modules() if module is not mlp] if runs_in_pieces(mlp) else []
+        if any(module is layer for module in inside for layer in found):
+            raise ConfigurationError([
+                f"strategy {strategy}, wrap={list(names)}: a unit inside of an MLP that runs some tokens at a time "
+                "(performance.mlp_chunk) would be gathered once for each piece, on some ranks more often than on "
+                "others; wrap the MLP or the layer around it, or leave performance.mlp_chunk out"
+            ])
     return [layer for layer in found[::-1] if any(True for _ in layer.parameters())]

@@ -177,7 +177,7 @@ class TestArguments:
         ("arguments", "name"),
         [
             ({"estimator": "ghost"}, "estimator"),
-            ({"estimator": "hutchpp"}, "estimator"),
+            ({"estimator": "hutchpp", "projection": "rademacher"}, "estimator"),
             ({"sketch_dim": 0}, "sketch_dim"),
             ({"sketch_dim": 2.5}, "sketch_dim"),
             ({"projection": "countsketch"}, "projection"),

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from architectures import case
-from cases import brute_force, brute_force_norms, make
+from cases import brute_force, brute_force_norms, lm_losses, make, tiny_llama, token_batch
 from torch import nn
 
 from dprc_lightning import add_gaussian_noise, attach
@@ -180,3 +180,20 @@ def test_the_sketch_of_half_precision_factors_is_a_float32_one():
     squares = torch.stack([handle.norms(model(x).float().square().sum((1, 2))).square() for _ in range(draws)])
     ratio = (squares / expected).mean(0)
     assert float((ratio - 1).abs().max()) < 5 * math.sqrt(2 / (k * draws))
+
+
+def test_norms_of_a_tied_weight_are_float32_under_autocast():
+    """Both uses are squared after the pass, when the caller's autocast is in force again."""
+    found = []
+    for within in (False, True):
+        torch.manual_seed(0)
+        model = tiny_llama(tied=True)
+        batch = token_batch(40)
+        handle = attach(model, estimator="exact")
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = lm_losses(model, batch)
+            if within:
+                found.append(handle.norms(losses))
+        if not within:
+            found.append(handle.norms(losses))
+    assert torch.equal(*found)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from dprc_lightning import DPRCDataModule, DPRCModule, PerformanceConfig, PrivacyConfig
+from dprc_lightning.clipping import causal_lm_losses
 
 RECORDS, EXPECTED, CLIP, RATE = 12, 4.0, 0.7, 0.5
 
@@ -87,6 +88,19 @@ class OddSizes(nn.Module):
         return CausalLMOutput(logits=self.head(self.norm(self.inner(self.embed(input_ids)).tanh())))
 
 
+class Repeated(nn.Module):
+    """Seventy times the same tokens, so that there are some for more than one piece of 512."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = tiny_llama(tied=True, checkpointing=True)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        mask = attention_mask.repeat(1, 70)
+        out = self.llama(input_ids=input_ids.repeat(1, 70), attention_mask=mask, logits_to_keep=input_ids.shape[1])
+        return CausalLMOutput(logits=out.logits)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One training run.
@@ -102,6 +116,8 @@ class Cell:
         optimizer: ``sgd``, ``adam``, or ``two_groups`` (SGD with another rate for embeddings and norms).
         precision: The trainer's.
         bound: Largest difference from the reference.
+        losses: What the ranks make of the model; by hand it is always `lm_losses`.
+        performance: More settings.
     """
 
     build: Callable[[], nn.Module]
@@ -114,14 +130,25 @@ class Cell:
     optimizer: str = "sgd"
     precision: str = "32-true"
     bound: float = 1e-6
+    losses: Callable[[nn.Module, dict[str, Tensor]], Tensor] = lm_losses
+    performance: dict[str, Any] = field(default_factory=dict)
 
 
+def head_in_blocks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return causal_lm_losses(
+        model, batch["labels"], input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+    )
+
+
+# The floor of a norm grows with the tokens: at 630 it takes 2e-4 of a step, with and without these flags.
+_LONG = 2e-5
 _TWO_STEPS = [[0, 1, 2, 3, 4, 5], [1, 3, 4, 7]]
 _LORA = {"target_modules": ["q_proj", "v_proj"]}
 
 CELLS = {
     "plain": Cell(lambda: tiny_llama(tied=False), _TWO_STEPS),
     "tied_checkpointing": Cell(lambda: tiny_llama(tied=True, checkpointing=True), _TWO_STEPS),
+    "head_in_blocks": Cell(lambda: tiny_llama(tied=True, checkpointing=True), _TWO_STEPS, 2, losses=head_in_blocks),
     "lora": Cell(lambda: architectures.build("llama", "sdpa", False, False, _LORA), _TWO_STEPS),
     "lora_checkpointing": Cell(lambda: architectures.build("llama", "sdpa", True, True, _LORA), _TWO_STEPS),
     "two_micro_batches": Cell(lambda: tiny_llama(tied=False), [[0, 1, 2, 3, 4, 5, 6, 7]], physical=2),
@@ -137,6 +164,14 @@ CELLS = {
         reference="single",
     ),
     "parameters_that_few_records_use": Cell(WithSpare, _TWO_STEPS + [[3]], 1, {"unused": "zero"}),
+    "chunked_mlp": Cell(
+        Repeated,
+        [[0, 1, 2, 3, 4], [8, 9]],
+        physical=2,
+        performance={"mlp_chunk": 512, "offload_checkpoints": True},
+        bound=_LONG,
+    ),
+    "offloaded_checkpoints": Cell(Repeated, [[0, 1, 2, 3]], 2, performance={"offload_checkpoints": True}, bound=_LONG),
     "noise": Cell(Table, [[]], noise="real", reference=None),
     "test_noise": Cell(lambda: tiny_llama(tied=False), _TWO_STEPS, noise="test", reference="single"),
     "odd_sizes": Cell(OddSizes, _TWO_STEPS, physical=2),
@@ -160,13 +195,14 @@ class LM(DPRCModule):
             "max_grad_norm": CLIP,
             "estimator": "exact",
         }
-        super().__init__(PrivacyConfig(**settings | cell.privacy), PerformanceConfig(physical_batch_size=cell.physical))
+        performance = PerformanceConfig(physical_batch_size=cell.physical, **cell.performance)
+        super().__init__(PrivacyConfig(**settings | cell.privacy), performance)
         self.cell = cell
         torch.manual_seed(0)
         self.net = cell.build()
 
     def per_sample_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return lm_losses(self.net, batch)
+        return self.cell.losses(self.net, batch)
 
     def configure_optimizers(self) -> Any:
         named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
