@@ -47,6 +47,7 @@ class RunLifecycle(pl.LightningModule):
         self.dropped_records = 0
         """Records of this run whose norm was not finite; private data."""
         self.updating = False
+        self.update_failed = False
         """Whether an update is under way."""
         self.stop_signal: int | None = None
         """The signal that asked this process to stop after its step."""
@@ -162,7 +163,7 @@ class RunLifecycle(pl.LightningModule):
         self._isolation_checked = not self.privacy.check_isolation
         self._dummy_batch = None
         self.dropped_records = 0
-        self.updating = False
+        self.updating = self.update_failed = False
         self.stop_signal = self.stop_agreed = None
 
     def _settings(self) -> bytes:

@@ -40,6 +40,13 @@ _ADVICE = (
     ".*Checkpoint directory .* exists and is not empty.*",
     ".*Experiment logs directory .* exists and is not empty.*",
     ".*The dirpath has changed from .*",
+    # Of DeepSpeed's calls to torch, each time.
+    ".*all_gather_into_tensor is deprecated.*",
+    ".*reduce_scatter_tensor is deprecated.*",
+    # It is not ignored: DeepSpeed runs the backward that it asks for.
+    ".*backward. hook but it will be ignored.*",
+    # `dprc export` makes one file of it.
+    ".*When saving the DeepSpeed Stage 3 checkpoint.*",
 )
 
 # What Lightning tells that is of no use here, or that the run's own lines tell better.
@@ -329,6 +336,11 @@ def _refusals_in_one_line() -> Iterator[None]:
         while behind is not None and not isinstance(behind, refusals):
             behind = behind.__cause__ or behind.__context__
         if behind is None:
+            # Of a strategy, which may be a name too, jsonargparse keeps the text alone.
+            ours = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+            told = [line for line in ours if line.startswith("strategy dprc_")]
+            if told:
+                raise ConfigurationError(told) from None
             raise
         if isinstance(behind, DPRCError):
             raise behind from None

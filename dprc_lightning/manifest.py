@@ -29,12 +29,14 @@ def files_of(folder: Path) -> list[str]:
         The paths.
 
     Raises:
-        CheckpointError: One of them is a link: what it points to can change after it was looked at.
+        CheckpointError: One of them is a link, whose target can change after it was looked at, or no file (a pipe).
     """
     found = []
     for path in folder.rglob("*"):
         if path.is_symlink():
             raise CheckpointError(f"{path} is a link, and a checkpoint holds files alone: copy the file to its place")
+        if not path.is_dir() and not path.is_file():
+            raise CheckpointError(f"{path} is no file, and a checkpoint holds files alone: take it away")
         if path.is_file() and path != folder / MANIFEST:
             found.append(path.relative_to(folder).as_posix())
     return sorted(found)

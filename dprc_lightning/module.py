@@ -198,8 +198,12 @@ class DPRCModule(RunLifecycle):
         # From here to the end the parameters may be between two steps: no checkpoint is taken of them.
         self.updating = True
         with self.clock.phase("optimizer"):
-            optimizer.step()  # type: ignore[union-attr]
-            strategy.noise_hook.finish()
+            try:
+                optimizer.step()  # type: ignore[union-attr]
+                strategy.noise_hook.finish()
+            except BaseException:
+                self.update_failed = True
+                raise
             optimizer.zero_grad()  # type: ignore[union-attr]
         schedulers = self.lr_schedulers() or []
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:

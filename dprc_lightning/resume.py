@@ -155,7 +155,7 @@ class Opening:
         return self.ledger, resolved
 
     def abandon(self) -> None:
-        """Give up before the first step: the ledger is as it was, and the folder free if it was."""
+        """Give up before the first step: the ledger counts no further step, and the folder is free if it was."""
         if self.ledger is None:
             self._drop_secret()
             return

@@ -190,6 +190,9 @@ def stored_secret(folder: Path) -> RunSecret | None:
     """
     if not all(os.path.lexists(folder / name) for name in (LEDGER_NAME, SECRET_NAME)):
         return None
+    # Whoever owns another file there made the secret too, and could vouch for whatever lies beside it.
+    if os.stat(folder / SECRET_NAME).st_uid != os.geteuid():
+        return None
     ledger = Ledger.open(folder, read_only=True)
     return RunSecret.load(folder) if ledger.meta.get("files") == identity_of(folder) else None
 

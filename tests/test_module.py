@@ -17,6 +17,7 @@ from dprc_lightning import DPRCModule, PerformanceConfig
 from dprc_lightning.accounting import Ledger
 from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
 from dprc_lightning.errors import (
+    CheckpointError,
     ConfigurationError,
     LedgerError,
     StepOrderError,
@@ -516,3 +517,20 @@ def test_workers_prepare_the_same_batches(tmp_path):
     trainer(tmp_path, ZeroNoise(), callbacks=[seen]).fit(module, datamodule=ToyData())
     assert module.sequences == [0, 1, 2, 3]
     assert module.batch_sizes == [len(seen.sampler.batch(s)) for s in range(4)]
+
+
+def test_weights_whose_noise_is_missing_are_not_saved(tmp_path):
+    """The update comes before the look at its noise: what it left must not reach the disk."""
+
+    class Unhooked(ToyModule):
+        def on_train_start(self):
+            # As an engine does that puts an optimizer of its own in the place of this one.
+            self.optimizers().optimizer._optimizer_step_pre_hooks.clear()
+
+    saving = ModelCheckpoint(tmp_path / "checkpoints", save_on_exception=True)
+    run = trainer(tmp_path, enable_checkpointing=True, callbacks=[saving])
+    with pytest.raises((StepOrderError, CheckpointError)):
+        run.fit(Unhooked(privacy()), datamodule=ToyData())
+    assert not list(tmp_path.rglob("*.ckpt"))
+    with pytest.raises(CheckpointError, match="may hold one without noise"):
+        run.save_checkpoint(tmp_path / "by_hand.ckpt")

@@ -2,6 +2,7 @@
 
 import os
 import time
+import types
 
 import pytest
 import torch
@@ -21,7 +22,12 @@ from dprc_lightning.strategies import (
     PrivateFSDPStrategy,
     deepspeed_op,
 )
-from dprc_lightning.strategies.refusals import deepspeed_problems, half_parameter_problems, refuse_optimizer
+from dprc_lightning.strategies.refusals import (
+    deepspeed_problems,
+    half_parameter_problems,
+    refuse_engine,
+    refuse_optimizer,
+)
 from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
 
 GOOD = {"zero_optimization": {"stage": 2}}
@@ -36,6 +42,21 @@ REFUSED = [
     ({"communication_data_type": "bf16"}, "communication_data_type=bf16", "summed in fp32"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype=bf16", "leave it out"),
     ({"sparse_gradients": True}, "sparse_gradients=True", "leave it out"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum'", "leave it out"),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size=2", "leave it out"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel={'autotp_size': 2}", "leave it out"),
+    ({"bfloat16": {"enabled": True}}, "bfloat16={'enabled': True}", "leave it out"),
+    ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor=2.0", "leave it out"),
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2", "performance.physical_batch_size"),
+    ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer=False", "leave it out"),
+    ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer=True", "leave it out"),
+    ({"zero_optimization": {"stage": 2, "contigous": True}}, "zero_optimization.contigous=True", "leave it out"),
+    ({"zero_optimization": True}, "zero_optimization=True", "expected its settings"),
+    (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "offload_parameters=True",
+        "stage 3 alone does it",
+    ),
     ({"compression_training": {"x": 1}}, "compression_training={'x': 1}", "leave it out"),
     *(
         ({"zero_optimization": {"stage": 2, name: True}}, f"zero_optimization.{name}=True", "leave it out")
@@ -75,11 +96,31 @@ class TestDeepSpeedSettings:
             {"communication_data_type": "fp32"},
             {"communication_data_type": None},
             {"data_types": {"grad_accum_dtype": "fp32"}},
+            {"tensor_parallel": {"enabled": False}, "autotuning": None, "flops_profiler": {}},
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}},
         ],
     )
     def test_what_may_be_set(self, config):
         assert list(deepspeed_problems(GOOD | config, 2)) == []
+
+    def test_a_stage_that_there_is_not(self):
+        assert list(deepspeed_problems(GOOD, 4)) == ["stage=4: expected 1, 2 or 3"]
+
+    def test_what_became_of_them(self):
+        """What no setting of ours says: an environment, a later release, other defaults."""
+        made = types.SimpleNamespace(
+            dp_world_size=2,
+            sequence_parallel_size=1,
+            mp_world_size=1,
+            gradient_average=True,
+            gradient_clipping=lambda: 0.0,
+            gradient_accumulation_steps=lambda: 1,
+        )
+        refuse_engine(made, 2, "dprc_deepspeed_stage_2")
+        for name, value in (("gradient_average", False), ("dp_world_size", 1), ("sequence_parallel_size", 2)):
+            changed = types.SimpleNamespace(**vars(made) | {name: value})
+            with pytest.raises(ConfigurationError, match=f"set to {value}, expected "):
+                refuse_engine(changed, 2, "dprc_deepspeed_stage_2")
 
     def test_before_any_process_is_started(self, tmp_path):
         """With all that is wrong elsewhere."""
@@ -211,7 +252,9 @@ class TestWrapping:
         # Inner ones first: an outer one takes what they have left.
         both = layers_to_wrap(model, ["LlamaMLP", "LlamaDecoderLayer"], "x")
         assert all(both.index(layer.mlp) < both.index(layer) for layer in model.model.layers)
-        with pytest.raises(ConfigurationError, match=r"strategy x, wrap=\['Nothing'\]: no module of LlamaForCausalLM"):
+        with pytest.raises(
+            ConfigurationError, match=r"strategy x, wrap=\['Nothing'\]: no module with .*such as LlamaDecoder"
+        ):
             layers_to_wrap(model, ["Nothing"], "x")
 
     def test_a_subclass_is_one_too(self):

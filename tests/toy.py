@@ -1,5 +1,6 @@
 """A small private regression under Lightning, and a noise stream of zeros to see what lies below the noise."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ class ToyModule(DPRCModule):
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         x, y = batch
         self.log("test/accuracy", (self.net(x).argmax(-1) == y).float().mean())
+
+
+class SlowToEnd(ToyModule):
+    """Rank 0 has more to do at the end than the others, and more than the five seconds between two looks at them."""
+
+    def on_fit_end(self) -> None:
+        if self.global_rank == 0:
+            time.sleep(7)
 
 
 class ToyData(DPRCDataModule):

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -131,6 +132,9 @@ class GracefulStop(pl.Callback):
         """
         if self._stopped is not None:
             number, message = self._stopped
+            _let_children_end()
+            # Whoever started the processes ends all of them once one has ended: rank 0 writes its report before.
+            trainer.strategy.barrier()
             raise InterruptedRun(number, message)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -190,6 +194,14 @@ def _is_unclean(module: "DPRCModule", exception: BaseException) -> bool:
         _say(f"nothing saved: {error}")
         return True
     return False
+
+
+def _let_children_end() -> None:
+    """Lightning kills the process that started the others as soon as one of them ends with a status of its own."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            # It has no way to be told.
+            thread._run = lambda: True  # type: ignore[method-assign]
 
 
 def _short(path: Path) -> Path:

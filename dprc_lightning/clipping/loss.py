@@ -107,7 +107,8 @@ def causal_lm_losses(
     same = len(made) == 1 and found.shape == made[0].shape and found.data_ptr() == made[0].data_ptr()
     if not same or made[0]._version != versions[0]:
         raise UnsupportedModuleError(
-            f"causal_lm_losses: {type(model).__name__} changes the output of its head, or does not call it once; {remedy}"
+            f"causal_lm_losses: {type(model).__name__} changes the output of its head, or does not call it once; "
+            f"{remedy}"
         )
     return found
 

@@ -17,7 +17,7 @@ from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
-from dprc_lightning.strategies.ranks import ManyRanks
+from dprc_lightning.strategies.ranks import ManyRanks, timeout_argument
 from dprc_lightning.strategies.refusals import half_parameter_problems
 
 
@@ -29,6 +29,7 @@ class PrivateDDPStrategy(ManyRanks, DDPStrategy):
     ranks do not add one draw each.
 
     Args:
+        timeout: Seconds that a rank waits for the others, with nccl and gloo; torch's own by default.
         noise_stream: For tests only, the same on every rank. A fixed stream makes the run NOT PRIVATE.
         **kwargs: As for Lightning's strategy and DistributedDataParallel.
 
@@ -38,7 +39,7 @@ class PrivateDDPStrategy(ManyRanks, DDPStrategy):
 
     strategy_name = "dprc_ddp"
 
-    def __init__(self, noise_stream: NoiseStream | None = None, **kwargs: Any) -> None:
+    def __init__(self, timeout: float | None = None, noise_stream: NoiseStream | None = None, **kwargs: Any) -> None:
         refused = [name for name in _REFUSED if kwargs.get(name)]
         if refused:
             raise ConfigurationError([
@@ -48,6 +49,7 @@ class PrivateDDPStrategy(ManyRanks, DDPStrategy):
         newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         kwargs.setdefault("forward_sync_buffers" if newer else "broadcast_buffers", False)
         kwargs.setdefault("checkpoint_io", DurableCheckpointIO())
+        kwargs |= timeout_argument(timeout)
         super().__init__(**kwargs)
         self._given_stream = noise_stream
         self._reduced: set[int] = set()

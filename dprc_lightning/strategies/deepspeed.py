@@ -22,7 +22,13 @@ from torch.optim import Optimizer
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.order import CallOrder
-from dprc_lightning.strategies.refusals import deepspeed_problems, half_parameter_problems, refuse_optimizer
+from dprc_lightning.strategies.ranks import timeout_argument
+from dprc_lightning.strategies.refusals import (
+    deepspeed_problems,
+    half_parameter_problems,
+    refuse_engine,
+    refuse_optimizer,
+)
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 from dprc_lightning.whole_checkpoint import TAG, whole_weights
 
@@ -38,6 +44,7 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         stage: 1, 2 or 3.
         config: DeepSpeed's own settings, a dict or a file; in place of all others.
         trust_checkpoint: Load a folder that this run's secret did not sign: its files can run code.
+        timeout: Seconds that a rank waits for the others, with nccl and gloo; torch's own by default.
         noise_stream: For tests only. A fixed stream makes the run NOT PRIVATE; each rank derives its own from it.
         **kwargs: As for Lightning's DeepSpeedStrategy.
 
@@ -52,11 +59,13 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         stage: int = 2,
         config: Any = None,
         trust_checkpoint: bool = False,
+        timeout: float | None = None,
         noise_stream: NoiseStream | None = None,
         **kwargs: Any,
     ) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        kwargs |= timeout_argument(timeout)
         # Lightning writes into it.
         super().__init__(stage=stage, config=copy.deepcopy(config), **kwargs)
         self.trust_checkpoint = trust_checkpoint
@@ -125,6 +134,10 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
                 "called, which the backward would do once for each piece of tokens, and ranks with longer records more "
                 "often than others; train with dprc_fsdp2, or leave it out"
             )
+        if self.exclude_frozen_parameters:
+            yield "exclude_frozen_parameters=True: such a checkpoint resumes no run; leave it out"
+        if self.load_full_weights:
+            yield "load_full_weights=True: a checkpoint of all partitions is loaded as it is; leave it out"
         if getattr(module.privacy, "unused", "error") == "zero":
             yield (
                 "privacy.unused=zero: ZeRO reduces gradients in the order in which they come, and a parameter that one "
@@ -267,6 +280,13 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
+        refuse_engine(engine, self.world_size, self.strategy_name)
+        if wrapped.optimizer is not optimizer:
+            # Adagrad, say: what it steps in its place never met the noise hook.
+            raise ConfigurationError([
+                f"strategy {self.strategy_name}, configure_optimizers: DeepSpeed makes a {type(optimizer).__name__} of "
+                "its own, which would step past the noise; use another optimizer of torch's, or train with dprc_fsdp2"
+            ])
         if not hasattr(wrapped, "fp32_partitioned_groups_flat") and not hasattr(
             wrapped, "single_partition_of_fp32_groups"
         ):

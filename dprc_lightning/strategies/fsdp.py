@@ -42,7 +42,7 @@ from dprc_lightning.checkpoint import DurableCheckpointIO
 from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.order import CallOrder, units_of
-from dprc_lightning.strategies.ranks import ManyRanks
+from dprc_lightning.strategies.ranks import ManyRanks, timeout_argument
 from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
 
 
@@ -68,6 +68,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         wrap: Class names of the layers that are units of their own. Default: what a Hugging Face model calls
             `_no_split_modules`.
         sharding_strategy: ``FULL_SHARD``; or ``SHARD_GRAD_OP``, which keeps whole weights from forward to backward.
+        timeout: Seconds that a rank waits for the others, with nccl and gloo; torch's own by default.
         noise_stream: For tests only. A fixed stream makes the run NOT PRIVATE; each rank derives its own from it.
         **kwargs: As for Lightning's FSDPStrategy.
 
@@ -83,6 +84,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         self,
         wrap: Sequence[str] | None = None,
         sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
+        timeout: float | None = None,
         noise_stream: NoiseStream | None = None,
         **kwargs: Any,
     ) -> None:
@@ -98,6 +100,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         if problems:
             raise ConfigurationError([f"strategy dprc_fsdp, {problem}" for problem in problems])
         kwargs.setdefault("checkpoint_io", DurableCheckpointIO())
+        kwargs |= timeout_argument(timeout)
         super().__init__(sharding_strategy=name, **kwargs)  # type: ignore[arg-type]
         self._wrap = wrap
         self._given_stream = noise_stream

@@ -13,15 +13,24 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultReduceScatter,
+    ProcessGroupAllocReduceScatter,
+    SymmMemReduceScatter,
+)
 
 from dprc_lightning.checkpoint import DurableCheckpointIO
-from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
+from dprc_lightning.errors import ConfigurationError, UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.keys import KEY_BYTES
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.order import CallOrder, units_of
+from dprc_lightning.strategies.ranks import timeout_argument
 from dprc_lightning.strategies.refusals import half_parameter_problems
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
-from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
+from dprc_lightning.strategies.wrapping import check_ties, layers_to_wrap, roots_to_wrap, wrap_problems
+
+_REDUCE_SCATTERS = (DefaultReduceScatter, ProcessGroupAllocReduceScatter, SymmMemReduceScatter)
+"""torch's own, which differ in where their memory comes from."""
 
 
 class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
@@ -42,6 +51,7 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         cpu_offload: Keep parameters, gradients and optimizer states in the memory of the host.
         save_distributed_checkpoint: One file for each rank in a folder, instead of one file made by rank 0.
         trust_checkpoint: Load a folder that this run's secret did not sign: its files can run code.
+        timeout: Seconds that a rank waits for the others, with nccl and gloo; torch's own by default.
         noise_stream: For tests only. A fixed stream makes the run NOT PRIVATE; each shard derives its own from it.
         **kwargs: As for Lightning's ModelParallelStrategy.
 
@@ -60,17 +70,23 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         cpu_offload: bool = False,
         save_distributed_checkpoint: bool = False,
         trust_checkpoint: bool = False,
+        timeout: float | None = None,
         noise_stream: NoiseStream | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("tensor_parallel_size", 1) != 1:
+        if kwargs.get("tensor_parallel_size", 1) not in (1, "auto"):
             raise ConfigurationError([
                 f"strategy dprc_fsdp2, tensor_parallel_size={kwargs['tensor_parallel_size']}: a rank with a part of a "
                 "layer cannot take a record's norm alone; leave it out"
             ])
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint, **kwargs | {"tensor_parallel_size": 1}
-        )
+        if kwargs.get("data_parallel_size", "auto") != "auto":
+            raise ConfigurationError([
+                f"strategy dprc_fsdp2, data_parallel_size={kwargs['data_parallel_size']}: all processes share the "
+                "records; leave it out"
+            ])
+        kwargs["tensor_parallel_size"] = 1
+        kwargs |= timeout_argument(timeout)
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
         self.checkpoint_io = DurableCheckpointIO()
         self.trust_checkpoint = trust_checkpoint
         self._wrap, self._replicas = wrap, replicas
@@ -112,6 +128,10 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
     def setting_problems(self, trainer: Trainer, module: nn.Module) -> Iterator[str]:
         """See `PrivateStrategy`."""
         yield from half_parameter_problems(module, trainer.precision)
+        processes = self.num_nodes * self.num_processes
+        if self._replicas < 1 or processes % self._replicas:
+            yield f"replicas={self._replicas}: {processes} processes are no multiple of it; set a divisor of them"
+        yield from wrap_problems(module, self._wrap)
         if any(isinstance(child, FSDPModule) for child in module.modules()):
             yield (
                 f"{type(module).__name__}: its model is sharded already (by configure_model, or an earlier fit), and "
@@ -135,6 +155,7 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
             filepath: Where.
             storage_options: Must be None.
         """
+        self.refuse_unnoised()
         if self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
@@ -221,7 +242,9 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         # A model that is validated after its training is sharded already.
         for root in (root for root in roots if not isinstance(root, FSDPModule)):
             # Layers before their root: a module shards what no inner one has taken.
-            for layer in layers_to_wrap(root, self._wrap, self.strategy_name):
+            layers = layers_to_wrap(root, self._wrap, self.strategy_name)
+            check_ties(root, layers, self.strategy_name)
+            for layer in layers:
                 fully_shard(layer, **settings)
             # Embedding, head and final norm together: a tied weight must lie in one group.
             fully_shard(root, **settings)
@@ -245,10 +268,6 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
     def _mesh(self) -> DeviceMesh:
         if self._replicas == 1:
             return self.device_mesh["data_parallel"]
-        if self._replicas < 1 or self.world_size % self._replicas:
-            raise ConfigurationError([
-                f"strategy dprc_fsdp2, replicas={self._replicas}: {self.world_size} processes are no multiple of it"
-            ])
         shape = (self._replicas, self.world_size // self._replicas)
         return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
 
@@ -304,6 +323,24 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         if last:
             self.check_order(self._order, self._unit_of)
             self._check_reduced()
+            self._check_reduction()
+
+    def _check_reduction(self) -> None:
+        """What was reduced must be the mean over the ranks, and nothing else may have been done to it."""
+        for root in self._roots:
+            for unit in (child for child in nn.Module.modules(root) if isinstance(child, FSDPModule)):  # type: ignore[arg-type]
+                # torch has setters for these and no way to ask.
+                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                    changed = {
+                        "set_all_reduce_hook": group._all_reduce_hook is not None,
+                        "set_gradient_divide_factor": group.gradient_divide_factor is not None,
+                        "set_force_sum_reduction_for_comms": group.force_sum_reduction_for_comms,
+                        "set_custom_reduce_scatter": not isinstance(group._reduce_scatter_comm, _REDUCE_SCATTERS),
+                    }
+                    for setter in (name for name, whether in changed.items() if whether):
+                        raise UnclippedGradientError(
+                            f"{setter}() was called on the model: it changes the sum of the clipped gradients; leave it"
+                        )
 
     def _check_reduced(self) -> None:
         """FSDP learns of a backward by hooks on what a forward returned; without a tensor in it, it reduces nothing."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dprc_lightning.errors import ConfigurationError, StepOrderError, UnclippedGradientError
+from dprc_lightning.errors import CheckpointError, ConfigurationError, StepOrderError, UnclippedGradientError
 from dprc_lightning.noise import NoiseStream, add_gaussian_noise
 from dprc_lightning.shards import local_part, version
 
@@ -47,6 +47,7 @@ class NoiseHook:
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._check: Callable[[], None] = lambda: None
         self._noisy: list[tuple[Tensor, Tensor | None, int | None]] = []
+        self._running: list[Optimizer] = []
         self._sums: dict[int, int] = {}
 
     @property
@@ -104,7 +105,7 @@ class NoiseHook:
         self._std = std
         self._around, self._check = around, check
         self._noised.clear()
-        self._sums = {}
+        self._sums, self._running = {}, []
 
     def remember_partitions(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Of partitions no version tells who has written to them: what they hold is summed up, bit by bit.
@@ -168,6 +169,12 @@ class NoiseHook:
         ):
             return
         std = self._armed()
+        if any(optimizer is running for running in self._running):
+            raise StepOrderError(_TWICE)
+        self._running.append(optimizer)
+        if len(self._running) > 1:
+            # A part of the update that is running, whose gradients have their noise.
+            return
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._check()
         known = self._protected if self._partitions is None else {id(p) for p in self._partitions}
@@ -176,6 +183,14 @@ class NoiseHook:
             raise UnclippedGradientError(
                 f"{foreign} parameters of the optimizer have gradients that were not clipped: they were unfrozen or "
                 "added within the step; freeze and unfreeze parameters between steps, before training_step"
+            )
+        if any(id(p) in self._noised for p in everything):
+            raise StepOrderError(_TWICE)
+        if self._partitions is not None and (not everything or any(p.grad is None for p in everything)):
+            # With noise on nothing now, the engine's own step would find it done and update without.
+            raise UnclippedGradientError(
+                "optimizer.step() before the engine has put the gradients into its partitions: a step of one's own "
+                "(on_before_optimizer_step, say); leave the step to DPRCModule"
             )
         if self._partitions is not None and any(
             p.grad is not None and self._sums.get(id(p)) != _bit_sum([p.grad]) for p in everything
@@ -193,12 +208,24 @@ class NoiseHook:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Between noise and update nothing may be added; the update itself leaves the gradients alone."""
+        if not any(optimizer is running for running in self._running):
+            # A rehearsal.
+            return
+        self._running.pop()
+        if self._running:
+            return
         noisy, self._noisy = self._noisy, []
         if any(p.grad is not grad or (grad is not None and version(grad) != seen) for p, grad, seen in noisy):
             raise UnclippedGradientError(
                 "gradients were changed between the noise and the update (on_before_optimizer_step, or the optimizer "
                 "itself, in place): what was added to them has no noise; change neither"
             )
+
+
+_TWICE = (
+    "optimizer.step() a second time within a logical step: it makes exactly one update, at its end; leave the step to "
+    "DPRCModule"
+)
 
 
 def _bit_sum(parts: Sequence[Tensor]) -> int:
@@ -306,6 +333,23 @@ class PrivateStrategy:
         """
         name = getattr(self, "strategy_name", type(self).__name__)
         return [f"strategy {name}, {problem}" for problem in self.setting_problems(trainer, module)]
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As the engine's, but for weights that may hold an update without noise."""
+        self.refuse_unnoised()
+        super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def refuse_unnoised(self) -> None:
+        """Before a checkpoint is written, also one after an exception.
+
+        Raises:
+            CheckpointError: An update failed at a moment when its noise may have been missing.
+        """
+        if getattr(getattr(self, "lightning_module", None), "update_failed", False):
+            raise CheckpointError(
+                "nothing saved: the last update failed, and the weights may hold one without noise; go on from the "
+                "checkpoint before it"
+            )
 
     def from_rank_zero(self, make: Callable[[], T]) -> T:
         """Call a function on rank 0 alone; every rank gets what it returned. A collective.
@@ -438,6 +482,11 @@ class PrivateStrategy:
         if len(optimizers) != 1:
             raise ConfigurationError([
                 f"configure_optimizers returned {len(optimizers)} optimizers: exactly one is supported; use its groups"
+            ])
+        if isinstance(optimizers[0], torch.optim.LBFGS):
+            raise ConfigurationError([
+                "configure_optimizers: LBFGS wants the loss several times in a step, and each look at it would need "
+                "noise of its own; use an optimizer that steps once, such as SGD or AdamW"
             ])
         names = {id(p): name for name, p in module.named_parameters()}
         trained = {id(p) for p in module.protected_parameters()}

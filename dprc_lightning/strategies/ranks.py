@@ -1,6 +1,7 @@
 """What every strategy with several processes shares: how its ranks tell each other something."""
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,6 +12,20 @@ from dprc_lightning.strategies.order import CallOrder
 from dprc_lightning.strategies.private import PrivateStrategy
 
 T = TypeVar("T")
+
+
+def timeout_argument(seconds: float | timedelta | None) -> dict[str, Any]:
+    """How Lightning's strategies take a time limit: in a type that no YAML file has.
+
+    Args:
+        seconds: How long a collective may wait; None for the default.
+
+    Returns:
+        Keyword arguments.
+    """
+    if seconds is None:
+        return {}
+    return {"timeout": seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)}
 
 
 class ManyRanks(PrivateStrategy):

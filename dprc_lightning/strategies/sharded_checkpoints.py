@@ -30,7 +30,11 @@ class ShardedCheckpoints(ManyRanks):
     Guarantee: at every moment the folder of a name is the last complete checkpoint of that name, or not there if there
     was none; it is made under another name and renamed once all its files and its manifest are on disk. (Where two
     folders cannot change places at once, as on NFS, the last one lies beside it under a name that ends in ``.old`` for
-    a moment.) No file that could run code is opened unless this run's secret signed it.
+    a moment.) No file that could run code is opened unless this run's secret signed it, or that of
+    the run in whose folder it lies, made by the user who now reads it. This holds where nobody else can write to the
+    folder: the engine opens the files by name after they were looked at. The signature says which files and what is in
+    them, not which of the run's steps they are: an older checkpoint under a newer one's name loads, and costs nothing
+    but its steps, which the ledger has counted.
     """
 
     trust_checkpoint = False
@@ -53,6 +57,7 @@ class ShardedCheckpoints(ManyRanks):
         Raises:
             InvalidArgumentError: ``storage_options`` was given.
         """
+        self.refuse_unnoised()
         if storage_options is not None:
             raise InvalidArgumentError("storage_options", storage_options, "checkpoints are local files: leave it out")
         rest = {key: value for key, value in checkpoint.items() if key not in {"state_dict", "optimizer_states"}}

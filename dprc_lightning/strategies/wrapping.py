@@ -1,11 +1,14 @@
 """Which modules an engine that shards takes as a unit: each decoder layer, and what is left together at the root."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from dprc_lightning.errors import ConfigurationError
 from dprc_lightning.layers.chunked_mlp import runs_in_pieces
+
+_CONTAINERS = frozenset({"ModuleList", "ModuleDict", "Module", "object"})
 
 
 def roots_to_wrap(module: nn.Module, strategy: str) -> list[nn.Module]:
@@ -63,6 +66,8 @@ def layers_to_wrap(root: nn.Module, wrap: Sequence[str] | None, strategy: str) -
     if wrap is None:
         for module in root.modules():
             names.update(getattr(module, "_no_split_modules", None) or ())
+    # A container has no forward on which an engine's hooks could hang.
+    names -= _CONTAINERS
     # An instrumented or sharded class is a subclass of the original one.
     found = [
         module
@@ -70,9 +75,7 @@ def layers_to_wrap(root: nn.Module, wrap: Sequence[str] | None, strategy: str) -
         if module is not root and any(cls.__name__ in names for cls in type(module).__mro__)
     ]
     if wrap is not None and not found:
-        raise ConfigurationError([
-            f"strategy {strategy}, wrap={list(wrap)}: no module of {type(root).__name__} is of such a class"
-        ])
+        raise ConfigurationError([f"strategy {strategy}, {_no_such_class(root, wrap)}"])
     for mlp in root.modules():
         inside = [module for module in mlp.modules() if module is not mlp] if runs_in_pieces(mlp) else []
         if any(module is layer for module in inside for layer in found):
@@ -82,3 +85,56 @@ def layers_to_wrap(root: nn.Module, wrap: Sequence[str] | None, strategy: str) -
                 "others; wrap the MLP or the layer around it, or leave performance.mlp_chunk out"
             ])
     return [layer for layer in found[::-1] if any(True for _ in layer.parameters())]
+
+
+def wrap_problems(module: nn.Module, wrap: Sequence[str] | None) -> Iterator[str]:
+    """Whether ``wrap`` names what a module has, as far as that can be seen before the model is made.
+
+    Args:
+        module: The LightningModule.
+        wrap: Class names, or None.
+
+    Yields:
+        One line at most.
+    """
+    classes = {cls.__name__ for child in module.modules() for cls in type(child).__mro__}
+    if wrap is not None and any(True for _ in module.parameters()) and not set(wrap) & (classes - _CONTAINERS):
+        yield _no_such_class(module, wrap)
+
+
+def _no_such_class(root: nn.Module, wrap: Sequence[str]) -> str:
+    counts = Counter(type(child).__name__ for child in root.modules() if any(True for _ in child.children()))
+    repeated = [name for name, count in counts.items() if count > 1 and name not in _CONTAINERS]
+    there = f"such as {', '.join(repeated)}" if repeated else "or leave it out"
+    return f"wrap={list(wrap)}: no module with a forward is of such a class; name the class of its layers, {there}"
+
+
+def check_ties(root: nn.Module, layers: Sequence[nn.Module], strategy: str) -> None:
+    """A weight that two modules share must lie in one unit: sharding two would untie it.
+
+    Args:
+        root: From `roots_to_wrap`.
+        layers: Its units, from `layers_to_wrap`.
+        strategy: Its alias, for messages.
+
+    Raises:
+        ConfigurationError: One lies in two.
+    """
+    units = {id(layer) for layer in layers}
+    owner: dict[int, tuple[int, str]] = {}
+
+    def look(module: nn.Module, unit: int, path: str) -> None:
+        unit = id(module) if id(module) in units else unit
+        for local, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            other, first = owner.setdefault(id(parameter), (unit, f"{path}{local}"))
+            if other != unit:
+                raise ConfigurationError([
+                    f"strategy {strategy}: parameters {first!r} and {path + local!r} are one, in two units; leave one "
+                    "of the two classes out of wrap"
+                ])
+        for local, child in module.named_children():
+            look(child, unit, f"{path}{local}.")
+
+    look(root, 0, "")

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from launcher import TESTS, free_port
 
@@ -12,7 +13,7 @@ CONFIG = """
 seed_everything: 0
 privacy: {{noise_multiplier: 1.0, delta: 1.0e-3, sample_rate: 0.25, steps: {steps}, max_grad_norm: 0.5}}
 performance: {{physical_batch_size: 3}}
-model: {{class_path: toy.ToyModule}}
+model: {{class_path: toy.{model}}}
 data: {{class_path: toy.ToyData}}
 test_after_fit: true
 trainer:
@@ -29,17 +30,19 @@ trainer:
 STRATEGIES = Path(__file__).parents[2] / "configs" / "strategy"
 
 
-def fit_arguments(folder: Path, *arguments: str, steps: int = 4, engine: str = "ddp") -> list[str]:
+def fit_arguments(
+    folder: Path, *arguments: str, steps: int = 4, engine: str = "ddp", model: str = "ToyModule"
+) -> list[str]:
     """What follows `python`, or `torchrun`."""
     config = folder / "toy.yaml"
-    config.write_text(CONFIG.format(folder=folder / "runs", steps=steps))
+    config.write_text(CONFIG.format(folder=folder / "runs", steps=steps, model=model))
     strategy = STRATEGIES / f"{engine}.yaml"
     return ["-m", "dprc_lightning.cli", "fit", "--config", str(config), "--config", str(strategy), *arguments]
 
 
-def start(folder: Path, *arguments: str, steps: int = 4, engine: str = "ddp") -> subprocess.Popen:
+def start(folder: Path, *arguments: str, **settings: Any) -> subprocess.Popen:
     """The command starts the other process itself."""
-    return run([sys.executable, *fit_arguments(folder, *arguments, steps=steps, engine=engine)])
+    return run([sys.executable, *fit_arguments(folder, *arguments, **settings)])
 
 
 def run(command: list[str], **environment: str) -> subprocess.Popen:

@@ -103,6 +103,29 @@ class StepOfTheInnerOne(LM):
         getattr(optimizer, "optimizer", optimizer).step()
 
 
+class StepBefore(LM):
+    """Of one's own optimizer, before the engine's."""
+
+    def configure_optimizers(self):
+        self.made = torch.optim.Adam(self.net.parameters(), lr=0.1)
+        return self.made
+
+    def on_before_optimizer_step(self, optimizer):
+        self.made.step()
+
+
+class ReduceHook(LM):
+    def on_train_start(self):
+        self.net.set_all_reduce_hook(lambda t: t.mul_(100.0))
+
+
+class Adagrad(LM):
+    """DeepSpeed makes one of its own."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.net.parameters(), lr=0.1)
+
+
 class FreezesWithin(LM):
     def on_after_backward(self):
         self.net.lm_head.requires_grad_(False)
@@ -172,6 +195,9 @@ KINDS: dict[str, tuple[type[LM], Cell]] = {
     "second_step": (SecondStep, PLAIN),
     "step_outside": (StepOutside, PLAIN),
     "step_of_the_inner_one": (StepOfTheInnerOne, PLAIN),
+    "step_before": (StepBefore, PLAIN),
+    "reduce_hook": (ReduceHook, PLAIN),
+    "adagrad": (Adagrad, PLAIN),
     "freezes_within": (FreezesWithin, PLAIN),
     "gradient_hook": (GradientHook, PLAIN),
     "penalty": (Penalty, PLAIN),

@@ -77,3 +77,15 @@ def test_a_signal_stops_all_ranks_and_the_run_goes_on(tmp_path, engine, number, 
     assert Ledger.open(run, read_only=True).steps == done + 3
     assert "test/accuracy" in read_report(run)["metrics"]
     assert sorted(path.name for path in (tmp_path / "runs" / "toy").iterdir()) == ["version_0"]
+
+
+def test_rank_zero_has_all_the_time_it_needs_to_end(tmp_path):
+    """Lightning ends all processes once one of the others has ended with a status of its own."""
+    process = start(tmp_path, steps=300, model="SlowToEnd")
+    for line in process.stdout:
+        if line.startswith("Training "):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    said = finish(process)
+    assert process.returncode == 130 and said.count("resume with --ckpt_path") == 1, said
+    assert read_report(tmp_path / "runs" / "toy" / "version_0")["status"] == "stopped by SIGINT"

@@ -26,17 +26,33 @@ REFUSED = {
     "second_step": r"StepOrderError: .*exactly one update",
     "step_outside": OUTSIDE,
     "step_of_the_inner_one": OUTSIDE,
+    "step_before": r"(StepOrderError|UnclippedGradientError): .*optimizer.step\(\)",
     "freezes_within": r"StepOrderError: the parameters changed",
     "gradient_hook": r"UnclippedGradientError: .*has a gradient hook",
     "crossed": ORDER,
 }
+MORE = {
+    "after_backward": CHANGED,
+    "crossed_frozen": ORDER,
+    "reduce_hook": r"UnclippedGradientError: set_all_reduce_hook\(\)",
+    "adagrad": r"ConfigurationError: .*makes a Adagrad of its own",
+}
 # FSDP1 never calls a hook of a slice.
 CELLS = {
-    "fsdp2": [*REFUSED, "after_backward", "crossed_frozen", "drop"],
+    "fsdp2": [*REFUSED, "after_backward", "crossed_frozen", "reduce_hook", "drop"],
     "fsdp": [*(name for name in REFUSED if name != "gradient_hook"), "after_backward", "crossed_frozen", "drop"],
-    "zero1": ["before_the_update", "earlier_hook", "second_backward", "second_step", "step_outside", "drop"],
-    "zero2": [*REFUSED, "drop"],
-    "zero3": [*REFUSED, "crossed_frozen", "drop"],
+    "zero1": [
+        "before_the_update",
+        "earlier_hook",
+        "second_backward",
+        "second_step",
+        "step_outside",
+        "step_before",
+        "adagrad",
+        "drop",
+    ],
+    "zero2": [*REFUSED, "adagrad", "drop"],
+    "zero3": [*REFUSED, "adagrad", "crossed_frozen", "drop"],
 }
 
 
@@ -65,9 +81,9 @@ def cells(*names):
     return [(engine, cell) for engine, all_of_it in CELLS.items() for cell in all_of_it if cell in names]
 
 
-@pytest.mark.parametrize(("engine", "cell"), cells(*REFUSED, "after_backward", "crossed_frozen"))
+@pytest.mark.parametrize(("engine", "cell"), cells(*REFUSED, *MORE))
 def test_it_is_refused_on_every_rank(outcome, engine, cell):
-    wanted = {"after_backward": CHANGED, "crossed_frozen": ORDER}.get(cell) or REFUSED[cell]
+    wanted = MORE.get(cell) or REFUSED[cell]
     for rank in outcome(engine, cell):
         assert "error" in rank, f"it trained: {rank}"
         told = f"{rank['error']}: {rank['message']}"
