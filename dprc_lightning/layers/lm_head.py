@@ -121,7 +121,9 @@ class _HeadLoss(torch.autograd.Function):
                 tracked["weight"].parts.append(sketched)
             if summed is not None:
                 tracked["bias"].parts.append(summed.unsqueeze(0))
-        ctx.save_for_backward(hidden, weight, bias, grad_hidden)
+        # Where head and bias are frozen the loss's own gradient is all that the backward needs.
+        needed = (hidden, weight, bias) if any(ctx.needs_input_grad[1:3]) else (None, None, None)
+        ctx.save_for_backward(*needed, grad_hidden)
         ctx.loss, ctx.state, ctx.tracked = loss, state, tracked
         return torch.stack(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
 
@@ -131,7 +133,9 @@ class _HeadLoss(torch.autograd.Function):
         state: PassState | None = ctx.state
         grad_hidden = None
         if kept is not None:
-            grad_hidden = kept * grad_losses.to(kept.dtype).view(-1, 1, 1)
+            # In both passes they are ones, and a copy would be as large as all hidden states.
+            ones = all(value == 1.0 for value in grad_losses.tolist())
+            grad_hidden = kept if ones else kept * grad_losses.to(kept.dtype).view(-1, 1, 1)
         grad_weight, grad_bias = None, None
         if state is not None and ctx.tracked and state.isolating:
             for entry in ctx.tracked.values():

@@ -1,12 +1,20 @@
 """LayerNorm and RMSNorm, torch's and Hugging Face's. Backward normalises the saved input once more: no copy is kept."""
 
+from collections.abc import Iterator, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dprc_lightning.layers.rule import LayerRule, replaced_parameters
+from dprc_lightning.layers.rule import LayerRule, detached_parameters, replaced_parameters
+from dprc_lightning.layers.tracker import ParameterTracker
+from dprc_lightning.layers.tracking import PassState, active, instrumentation, parameter_in_use
+from dprc_lightning.layers.use import VectorUse
+
+PIECE = 2**22
+"""Entries that are float32 at a time: 16 MiB of each temporary. Hugging Face's forward makes several of all tokens."""
 
 
 class LayerNormRule(LayerRule):
@@ -41,9 +49,16 @@ class HuggingFaceRMSNormRule(LayerRule):
     transformers has one copy of the class per architecture and the name alone proves nothing, so `refuse` compares the
     module's own forward with both formulas on random input. Either way the weight's gradient is the output gradient
     times the normalised input.
+
+    Forward and backward run on pieces of the tokens: the values are the same, because each position is normalised by
+    itself, and what they take beside input and output does not grow with T.
     """
 
     kinds = {"weight": "vector"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._offsets: MutableMapping[nn.Module, float] = WeakKeyDictionary()
 
     def matches(self, module: nn.Module) -> bool:
         """Whether this rule is for the module."""
@@ -65,18 +80,105 @@ class HuggingFaceRMSNormRule(LayerRule):
             normalised = _normalise(x, module)
             theirs = module(x)
         rounding = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 2e-2
-        for scale in (weight, 1.0 + weight.float()):
+        for offset, scale in ((0.0, weight), (1.0, 1.0 + weight.float())):
             ours = (scale * normalised).to(theirs.dtype)
             if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=rounding, atol=1e-6):
+                self._offsets[module] = offset
                 return None
         return (
             "its forward is neither weight * x / rms(x) nor (1 + weight) * x / rms(x); freeze its weight, or "
             "register_rule one for its class"
         )
 
-    def gradient(self, module: Any, name: str, output_gradient: Tensor, x: Tensor) -> Tensor:
-        """See `LayerRule.gradient`."""
-        return output_gradient * _normalise(x, module)
+    def forward(self, module: Any, hidden_states: Tensor) -> Tensor:
+        """Same values as the original, piece by piece.
+
+        Args:
+            module: The layer.
+            hidden_states: [B, T, ..., d].
+
+        Returns:
+            Of the same shape.
+        """
+        found = active(module, "weight")
+        if found is None:
+            return self.original(module, hidden_states)
+        state, tracker = found
+        weight = parameter_in_use(module, "weight")
+        anchor = state.anchor(hidden_states.device)
+        normalised: Tensor = _RMSNorm.apply(hidden_states, weight, anchor, self, module, state, tracker)
+        return normalised
+
+    def original(self, module: Any, x: Tensor) -> Tensor:
+        """The module's own forward, as it is."""
+        carried = instrumentation(module)
+        with detached_parameters(module, carried.trackers):
+            out: Tensor = carried.original_class.forward(module, x)
+        return out
+
+    def offset(self, module: nn.Module) -> float:
+        """What is added to the weight: 0, or Gemma's 1."""
+        return self._offsets[module]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        anchor: Tensor,
+        rule: HuggingFaceRMSNormRule,
+        module: nn.Module,
+        state: PassState,
+        tracker: ParameterTracker,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rule, ctx.module, ctx.state, ctx.tracker = rule, module, state, tracker
+        out: Tensor | None = None
+        for piece in _pieces(x):
+            made = rule.original(module, x[:, piece])
+            if made.shape == x.shape:
+                return made
+            out = made.new_empty(x.shape) if out is None else out
+            out[:, piece] = made
+        return rule.original(module, x) if out is None else out
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        state: PassState = ctx.state
+        use = VectorUse(state, ctx, ctx.tracker) if state.parts is None else None
+        scale = weight if ctx.rule.offset(ctx.module) == 0.0 else weight.to(_wide_dtype(x)) + 1.0
+        for piece in _pieces(x):
+            part, gradient = x[:, piece], output_gradient[:, piece]
+            wide = _wide(part)
+            rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _eps(ctx.module))
+            normalised = wide * rstd
+            per_position = _wide(gradient) * normalised
+            if use is not None:
+                use.add(gradient, per_position)
+            elif state.parts is not None:
+                state.parts.vector(ctx.tracker, gradient, per_position)
+            del per_position
+            if grad_x is not None:
+                by_normalised = _wide(gradient * scale)
+                mean = (by_normalised * normalised).mean(-1, keepdim=True)
+                grad_x[:, piece] = by_normalised.sub_(normalised.mul_(mean)).mul_(rstd)
+        return grad_x, None if use is None else use.finish(), None, None, None, None, None
+
+
+def _pieces(x: Tensor) -> Iterator[slice]:
+    """Along the tokens, the second dimension; all at once where there is none."""
+    per_token = max(x.numel() // max(x.shape[1], 1), 1) if x.ndim > 2 else x.numel() + 1
+    step = max(PIECE // per_token, 1) if x.ndim > 2 else max(x.shape[1], 1)
+    for start in range(0, x.shape[1], step):
+        yield slice(start, start + step)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def _wide(x: Tensor) -> Tensor:
