@@ -1,6 +1,6 @@
 """P, clipping, noise and streams on a device that is not the CPU: the same numbers, and nothing left on the host.
 
-Run by test_other_device.py, in a process of its own: torch then believes in the device for as long as the process lives.
+Run by test_other_device.py, in a process of its own: torch believes in the device for as long as the process lives.
 """
 
 import architectures
