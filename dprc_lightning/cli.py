@@ -185,6 +185,15 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--max_memory", type=float, default=2.0, metavar="GIB", help="most that P and the norms may take (default: 2)"
     )
+    plan.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="with --model and --tokens: which memory flags a device of this size needs, by simulation, in place of k",
+    )
+    plan.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="with --memory: of the parameters"
+    )
     plan.add_argument("--format", choices=("table", "json"), default="table")
 
 

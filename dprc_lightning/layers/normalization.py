@@ -1,8 +1,7 @@
 """LayerNorm and RMSNorm, torch's and Hugging Face's. Backward normalises the saved input once more: no copy is kept."""
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +57,7 @@ class HuggingFaceRMSNormRule(LayerRule):
 
     def __init__(self) -> None:
         super().__init__()
-        self._offsets: MutableMapping[nn.Module, float] = WeakKeyDictionary()
+        self._offsets: dict[type[nn.Module], float] = {}
 
     def matches(self, module: nn.Module) -> bool:
         """Whether this rule is for the module."""
@@ -83,7 +82,7 @@ class HuggingFaceRMSNormRule(LayerRule):
         for offset, scale in ((0.0, weight), (1.0, 1.0 + weight.float())):
             ours = (scale * normalised).to(theirs.dtype)
             if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=rounding, atol=1e-6):
-                self._offsets[module] = offset
+                self._offsets[type(module)] = offset
                 return None
         return (
             "its forward is neither weight * x / rms(x) nor (1 + weight) * x / rms(x); freeze its weight, or "
@@ -118,7 +117,7 @@ class HuggingFaceRMSNormRule(LayerRule):
 
     def offset(self, module: nn.Module) -> float:
         """What is added to the weight: 0, or Gemma's 1."""
-        return self._offsets[module]
+        return self._offsets[instrumentation(module).original_class]
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -30,6 +30,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         KeyboardInterrupt: Ctrl-C, after the rows that are ready were printed.
         InvalidArgumentError: A flag's value that cannot be used.
     """
+    if options.memory is not None:
+        return _memory(options)
     limits = Limits(options.tolerance, options.max_flops, options.max_memory)
     for name, value in asdict(limits).items():
         if not 0 <= value < math.inf:
@@ -50,6 +52,37 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _show(subject, _by_k(ready), Choice(None, "interrupted before the last row: no pick"), limits, total, options)
         raise
     _show(subject, _by_k(ready), choose(_by_k(ready), limits, total), limits, total, options)
+    return 0
+
+
+def _memory(options: argparse.Namespace) -> int:
+    """The memory flags of a model at a context, without a word of noise."""
+    for name in ("model", "tokens"):
+        if getattr(options, name) is None:
+            raise InvalidArgumentError(f"--{name}", None, "needed with --memory")
+    if not 0 < options.memory < math.inf:
+        raise InvalidArgumentError("--memory", options.memory, "expected GiB > 0")
+    from dprc_lightning.bench.simulate import SimulatedStep
+    from dprc_lightning.plan.memory import memory_rows, to_text
+
+    # One table for each k would say the same: P and the sketches are a hundredth of it.
+    sketch_dim = min(options.sketch_dim, key=lambda k: abs(k - 32))
+    step = SimulatedStep(
+        model=options.model,
+        tokens=options.tokens,
+        records=options.records or 1,
+        lora=options.lora,
+        dtype=options.dtype,
+        estimator=options.estimator or "auto",
+        sketch_dim=sketch_dim,
+    )
+    limit = options.memory * 2**30
+    found = memory_rows(step, limit, _tell)
+    if options.format == "json":
+        fits = found[-1].fits(limit)
+        print(json.dumps({"rows": [asdict(row) for row in found], "pick": found[-1].flags if fits else None}))
+    else:
+        print(to_text(found, limit, step.tokens, step.records))
     return 0
 
 

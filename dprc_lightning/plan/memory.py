@@ -1,0 +1,142 @@
+"""Which memory flags a model needs at a context: the cheapest set whose simulated step fits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dprc_lightning.bench.simulate import DTYPES, META, SimulatedStep, build, simulate
+
+MLP_CHUNK = 4096
+"""Tokens at a time: long enough for full speed of the products, short beside the contexts that need it."""
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One set of flags.
+
+    Attributes:
+        flags: Those that are on.
+        peak_bytes: Of one private step of one micro-batch, on the device, without optimizer.
+        optimizer_bytes: Adam's two states of each trainable parameter, in the parameter's own precision.
+        host_bytes: What lies in the host's memory beside it.
+        flops_ratio: All FLOPs, attention's too, over those of the first row.
+    """
+
+    flags: dict[str, Any]
+    peak_bytes: int
+    optimizer_bytes: int
+    host_bytes: int
+    flops_ratio: float
+
+    def fits(self, limit_bytes: float) -> bool:
+        """Whether the device holds it.
+
+        Args:
+            limit_bytes: Of the device.
+
+        Returns:
+            Whether it does.
+        """
+        return self.peak_bytes + self.optimizer_bytes <= limit_bytes
+
+
+def candidates(tokens: int) -> list[dict[str, Any]]:
+    """Sets of flags, from the cheapest in time to the dearest.
+
+    The head in blocks makes the logits once more; checkpointing makes every layer's forward once more in each of the
+    two passes; with it the MLP in pieces costs nothing, and offloading costs the way to the host.
+
+    Args:
+        tokens: T.
+
+    Returns:
+        As `SimulatedStep` takes them.
+    """
+    head = {"chunked_head": True}
+    checkpointed = {"checkpointing": True, **head}
+    sets: list[dict[str, Any]] = [{}, head, checkpointed]
+    # A piece as long as the record would save nothing.
+    if tokens > 512:
+        sets.append(checkpointed | {"mlp_chunk": min(MLP_CHUNK, (tokens - 1) // 512 * 512)})
+    sets.append(sets[-1] | {"offload_checkpoints": True})
+    return sets
+
+
+def memory_rows(
+    step: SimulatedStep, limit_bytes: float, progress: Callable[[str], None] = lambda _: None
+) -> list[MemoryRow]:
+    """Simulate one set of flags after the other until one fits.
+
+    Args:
+        step: Model, batch, precision and sketch; its own flags are not looked at.
+        limit_bytes: Of the device.
+        progress: Called with what is about to run.
+
+    Returns:
+        The rows; only the last may fit.
+    """
+    trainable = sum(p.numel() for p in build(step, META).parameters() if p.requires_grad)
+    optimizer = 2 * trainable * DTYPES[step.dtype].itemsize
+    rows: list[MemoryRow] = []
+    base = None
+    for flags in candidates(step.tokens):
+        off = {"checkpointing": False, "chunked_head": False, "mlp_chunk": None, "offload_checkpoints": False}
+        progress(f"simulating {describe(flags)}")
+        (found,) = simulate(replace(step, **off | flags), kinds=[step.sketch_name])
+        base = base or found["all_flops"]
+        rows.append(MemoryRow(flags, found["peak_bytes"], optimizer, found["host_bytes"], found["all_flops"] / base))
+        if rows[-1].fits(limit_bytes):
+            break
+    return rows
+
+
+def describe(flags: dict[str, Any]) -> str:
+    """A set of flags in words.
+
+    Args:
+        flags: From `candidates`.
+
+    Returns:
+        ``no flags``, or their names and values.
+    """
+    return ", ".join(name if value is True else f"{name}={value}" for name, value in flags.items()) or "no flags"
+
+
+def to_text(rows: Sequence[MemoryRow], limit_bytes: float, tokens: int, records: int) -> str:
+    """The table, and what to set.
+
+    Args:
+        rows: From `memory_rows`.
+        limit_bytes: Of the device.
+        tokens: T.
+        records: B.
+
+    Returns:
+        Lines.
+    """
+    gib = 2.0**30
+    lines = [
+        f"memory of one private step, simulated: micro-batches of {records} x {tokens} tokens; the device has "
+        f"{limit_bytes / gib:g} GiB",
+        "",
+        f"{'flags':<66} {'step GiB':>9} {'Adam GiB':>9} {'host GiB':>9} {'FLOPs':>6}  fits",
+    ]
+    lines += [
+        f"{describe(row.flags):<66} {row.peak_bytes / gib:>9.2f} {row.optimizer_bytes / gib:>9.2f} "
+        f"{row.host_bytes / gib:>9.2f} {row.flops_ratio:>6.2f}  {'yes' if row.fits(limit_bytes) else 'no'}"
+        for row in rows
+    ]
+    last = rows[-1]
+    if not last.fits(limit_bytes):
+        return "\n".join([
+            *lines,
+            "",
+            "nothing fits: shorten the context, train LoRA (--lora 8), or share the model among ranks (dprc_fsdp2)",
+        ])
+    settings = [
+        *(["the model's activation_checkpointing_enable()"] if last.flags.get("checkpointing") else []),
+        *(["losses by dprc_lightning.clipping.causal_lm_losses"] if last.flags.get("chunked_head") else []),
+        *([f"performance.mlp_chunk={last.flags['mlp_chunk']}"] if "mlp_chunk" in last.flags else []),
+        *(["performance.offload_checkpoints=true"] if last.flags.get("offload_checkpoints") else []),
+    ]
+    return "\n".join([*lines, "", f"pick: {', '.join(settings) or 'nothing needs to be set'}"])
