@@ -1,5 +1,6 @@
 """What the ranks of a run tell each other, beside gradients."""
 
+import atexit
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,17 @@ from torch import Tensor
 from dprc_lightning.errors import RankZeroError
 
 T = TypeVar("T")
+
+
+@atexit.register
+def leave() -> None:
+    """Give up the process group before the interpreter ends. Lightning does it for nccl alone.
+
+    A gloo group that lives on is torn down after its threads' own library: now and then the process is then aborted,
+    and a run that has ended well has the status of one that crashed.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def from_rank_zero(make: Callable[[], T], rank: int) -> T:
