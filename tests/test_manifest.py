@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+from toy import ToyData, ToyModule, ZeroNoise, privacy, trainer
 
 from dprc_lightning import manifest
 from dprc_lightning.accounting import Ledger
@@ -176,3 +177,19 @@ class TestTheKeyOfACheckpoint:
         self.run(tmp_path / "run")
         (tmp_path / "run" / name).unlink()
         assert stored_secret(tmp_path / "run") is None
+
+
+def test_a_pipe_is_no_file_of_a_checkpoint(tmp_path):
+    (tmp_path / "weights.pt").write_bytes(b"x")
+    assert manifest.files_of(tmp_path) == ["weights.pt"]
+    os.mkfifo(tmp_path / "more.pt")
+    with pytest.raises(CheckpointError, match="is no file, and a checkpoint holds files alone"):
+        manifest.files_of(tmp_path)
+
+
+def test_a_secret_of_another_user_vouches_for_nothing(tmp_path, monkeypatch):
+    """Whoever made it could have signed whatever lies beside it."""
+    trainer(tmp_path, ZeroNoise()).fit(ToyModule(privacy()), datamodule=ToyData())
+    assert stored_secret(tmp_path) is not None
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert stored_secret(tmp_path) is None

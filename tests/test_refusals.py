@@ -1,6 +1,8 @@
 """What an engine may not be told, and what it may not do: each by a line that names the setting and the remedy."""
 
 import os
+import subprocess
+import sys
 import time
 import types
 
@@ -28,7 +30,7 @@ from dprc_lightning.strategies.refusals import (
     refuse_engine,
     refuse_optimizer,
 )
-from dprc_lightning.strategies.wrapping import layers_to_wrap, roots_to_wrap
+from dprc_lightning.strategies.wrapping import check_ties, layers_to_wrap, roots_to_wrap
 
 GOOD = {"zero_optimization": {"stage": 2}}
 
@@ -360,3 +362,48 @@ class TestTrustingACheckpoint:
         assert main([*arguments, "dprc_ddp", "--trust_checkpoint"]) == 2
         error = capsys.readouterr().err
         assert error.startswith("dprc: error: --trust_checkpoint: ") and error.count("\n") == 1
+
+
+class TestOptimizersAndLimits:
+    def test_one_that_looks_at_the_loss_several_times(self, tmp_path):
+        class WithLBFGS(ToyModule):
+            def configure_optimizers(self):
+                return torch.optim.LBFGS(self.parameters())
+
+        with pytest.raises(ConfigurationError, match="LBFGS wants the loss several times"):
+            trainer(tmp_path).fit(WithLBFGS(privacy()), datamodule=ToyData())
+
+    def test_seconds_become_what_lightning_takes(self):
+        kinds = (PrivateDDPStrategy, PrivateFSDP2Strategy, PrivateFSDPStrategy, PrivateDeepSpeedStrategy)
+        assert [kind(timeout=600)._timeout.total_seconds() for kind in kinds] == [600.0] * 4
+
+    @pytest.mark.parametrize("setting", ["exclude_frozen_parameters", "load_full_weights"])
+    def test_checkpoints_that_could_not_be_resumed(self, tmp_path, setting):
+        run = trainer(tmp_path, strategy=PrivateDeepSpeedStrategy(stage=2, **{setting: True}), devices=2)
+        (line,) = preflight.problems(run, ToyModule(privacy()), ToyData())
+        assert f"{setting}=True: " in line
+
+    @pytest.mark.parametrize("replicas", [0, 3])
+    def test_copies_that_do_not_fit_the_processes(self, tmp_path, replicas):
+        run = trainer(tmp_path, strategy=PrivateFSDP2Strategy(replicas=replicas), devices=2)
+        (line,) = preflight.problems(run, ToyModule(privacy()), ToyData())
+        assert f"replicas={replicas}: 2 processes are no multiple of it" in line
+
+    def test_a_weight_in_two_units(self):
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+        check_ties(model, [model[0]], "x")
+        model[1].weight = model[0][0].weight
+        with pytest.raises(ConfigurationError, match=r"'0.0.weight' and '1.weight' are one, in two units"):
+            check_ties(model, [model[0]], "x")
+
+
+def test_the_process_group_ends_before_the_interpreter():
+    """Without it gloo's threads abort the process now and then."""
+    program = (
+        "import atexit, torch.distributed as d\n"
+        "atexit.register(lambda: print('left', not d.is_initialized()))\n"
+        "import dprc_lightning.strategies.collectives\n"
+        "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.strip() == "left True", done.stderr

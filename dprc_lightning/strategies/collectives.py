@@ -1,5 +1,7 @@
 """What the ranks of a run tell each other, beside gradients."""
 
+import atexit
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +12,25 @@ from torch import Tensor
 from dprc_lightning.errors import RankZeroError
 
 T = TypeVar("T")
+
+
+_DRAIN_SECONDS = 0.3
+
+
+@atexit.register
+def leave() -> None:
+    """Give up the process group before the interpreter ends. Lightning does it for nccl alone.
+
+    A thread of gloo's drops the tensors of the last collective a moment after the collective is done. If the
+    interpreter has gone by then, the process is aborted ("terminate called without an active exception"), and a run
+    that has ended well has the status of one that crashed. An engine that holds groups of its own (DeepSpeed) keeps
+    their threads alive beyond the group, so they get a moment.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        of_gloo = "gloo" in str(torch.distributed.get_backend())
+        torch.distributed.destroy_process_group()
+        if of_gloo:
+            time.sleep(_DRAIN_SECONDS)
 
 
 def from_rank_zero(make: Callable[[], T], rank: int) -> T:

@@ -99,11 +99,7 @@ class PrivateDDPStrategy(ManyRanks, DDPStrategy):
         model = self.model
         if isinstance(model, DistributedDataParallel) and model._comm_hooks:
             raise UnsupportedModuleError("a communication hook changes what is summed over the ranks; register none")
-        if {id(parameter) for parameter in protected} != self._reduced:
-            raise UnsupportedModuleError(
-                "parameters were frozen or unfrozen after fit began: dprc_ddp reduces those that trained at its start; "
-                "freeze and unfreeze before trainer.fit, or train with dprc_single"
-            )
+        self.refuse_changed(protected, self._reduced)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

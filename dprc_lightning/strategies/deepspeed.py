@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dprc_lightning.errors import ConfigurationError, UnsupportedModuleError
+from dprc_lightning.errors import ConfigurationError
 from dprc_lightning.noise import NoiseStream
 from dprc_lightning.strategies.order import CallOrder
 from dprc_lightning.strategies.ranks import timeout_argument
@@ -321,11 +321,7 @@ class PrivateDeepSpeedStrategy(ShardedCheckpoints, DeepSpeedStrategy):
         Raises:
             UnsupportedModuleError: They are others than at the beginning of fit.
         """
-        if {id(parameter) for parameter in protected} != self._trained:
-            raise UnsupportedModuleError(
-                f"parameters were frozen or unfrozen after fit began: {self.strategy_name} reduces those that trained "
-                "at its start; freeze and unfreeze before trainer.fit, or train with dprc_single"
-            )
+        self.refuse_changed(protected, self._trained)
         self._order.begin_step()
 
     def _remember_partitions(self) -> None:

@@ -217,11 +217,7 @@ class PrivateFSDPStrategy(ManyRanks, FSDPStrategy):
         """
         if any(unit._comm_hook is not None for unit in _units(self._roots)):
             raise UnsupportedModuleError("a communication hook changes what is summed over the ranks; register none")
-        if {id(parameter) for parameter in protected} != self._sharded:
-            raise UnsupportedModuleError(
-                "parameters were frozen or unfrozen after fit began: dprc_fsdp reduces those that trained at its "
-                "start; freeze and unfreeze before trainer.fit, or train with dprc_single"
-            )
+        self.refuse_changed(protected, self._sharded)
         self._order.begin_step()
 
     @contextmanager

@@ -301,11 +301,7 @@ class PrivateFSDP2Strategy(ShardedCheckpoints, ModelParallelStrategy):
         Raises:
             UnsupportedModuleError: They are others than at the beginning of fit.
         """
-        if {id(parameter) for parameter in protected} != self._sharded:
-            raise UnsupportedModuleError(
-                "parameters were frozen or unfrozen after fit began: dprc_fsdp2 reduces those that trained at its "
-                "start; freeze and unfreeze before trainer.fit, or train with dprc_single"
-            )
+        self.refuse_changed(protected, self._sharded)
         self._order.begin_step()
 
     @contextmanager

@@ -58,6 +58,22 @@ class ManyRanks(PrivateStrategy):
         self.noise_hook.check_may_step(self.lightning_module.updating)
         return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
+    def refuse_changed(self, protected: Sequence[Tensor], reduced: set[int]) -> None:
+        """An engine reduces the gradients of those parameters alone that trained when it took the model.
+
+        Args:
+            protected: The parameters that train in this step.
+            reduced: Ids of those that the engine reduces.
+
+        Raises:
+            UnsupportedModuleError: They are others.
+        """
+        if {id(parameter) for parameter in protected} != reduced:
+            raise UnsupportedModuleError(
+                f"parameters were frozen or unfrozen after fit began: {self.strategy_name} reduces those that trained "
+                "at its start; freeze and unfreeze before trainer.fit, or train with dprc_single"
+            )
+
     def check_order(self, order: CallOrder, unit_of: Mapping[str, str] | None = None) -> None:
         """All ranks ran the same, in the same order: their collectives were of the same things. A collective.
 
