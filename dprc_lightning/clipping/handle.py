@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dprc_lightning.accounting.events import StepEvent
 from dprc_lightning.clipping.guards import ModelGuard
-from dprc_lightning.clipping.instrument import Owners, find_owners, make_trackers
+from dprc_lightning.clipping.instrument import Owners, find_owners, frozen_norms, make_trackers
 from dprc_lightning.clipping.plan import PlanRow, plan_row
 from dprc_lightning.clipping.two_pass import (
     HALF_NORM_SLACK,
@@ -68,6 +68,7 @@ class _Settings:
     check_isolation: bool
     projection_memory: float | None
     mlp_chunk: int | None
+    lean_norms: bool
     offload_checkpoints: bool
 
 
@@ -102,6 +103,9 @@ class ClippingHandle:
         for name, module in self._mlps.items():
             assert rule is not None
             self._instrument(module, name, rule, {})
+        self._state.lean_norms = settings.lean_norms
+        for name, module, norm_rule in frozen_norms(model) if settings.lean_norms else ():
+            self._instrument(module, name, norm_rule, {})
         sketched = any(tracker.estimator != "exact" for tracker in self._state.trackers.values())
         self._sketch_dim = settings.sketch_dim if sketched else None
 
@@ -465,6 +469,7 @@ def attach(
     check_isolation: bool = True,
     projection_memory: float | None = 1.0,
     mlp_chunk: int | None = None,
+    lean_norms: bool = True,
     offload_checkpoints: bool = False,
     key: bytes | None = None,
     projections: Projections | None = None,
@@ -507,6 +512,8 @@ def attach(
         mlp_chunk: Run the MLP of each layer so many tokens at a time, a multiple of 512, and once more in each
             backward: between the passes it keeps its input alone. Under activation checkpointing at no more products,
             else at one more forward of the MLP in each backward. None runs it at once.
+        lean_norms: Run Hugging Face's RMSNorms, frozen ones too, some tokens at a time: the same values, and between
+            the passes they keep their input alone.
         offload_checkpoints: Keep the inputs of activation checkpoints in the host's memory (`dprc_lightning.offload`).
         key: 32 secret bytes for the projections, shared by all ranks; instead of `seed`.
         projections: A source of P of one's own, instead of `projection`, `seed` and `key`; for tests.
@@ -540,6 +547,7 @@ def attach(
         check_isolation,
         projection_memory,
         mlp_chunk,
+        lean_norms,
         offload_checkpoints,
     )
     return ClippingHandle(model, projections, settings)

@@ -8,6 +8,7 @@ from torch import nn
 
 from dprc_lightning.errors import UnclippedGradientError, UnsupportedModuleError
 from dprc_lightning.layers import ATTRIBUTE, LayerRule, ParameterTracker, find_rule
+from dprc_lightning.layers.normalization import HuggingFaceRMSNormRule
 from dprc_lightning.layers.tracker import ParameterEstimator
 from dprc_lightning.sketch import cheaper_side
 
@@ -117,6 +118,21 @@ def find_owners(model: nn.Module, known: Mapping[int, Any] | None = None) -> Own
     if problems:
         raise UnsupportedModuleError("; ".join(problems))
     return owners
+
+
+def frozen_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerRule]]:
+    """Hugging Face's RMSNorms of a known form that have nothing to train, and so no owner's class.
+
+    Args:
+        model: The whole model, its owners instrumented.
+
+    Yields:
+        Name, module and rule.
+    """
+    for name, module in model.named_modules():
+        rule = None if ATTRIBUTE in module.__dict__ else find_rule(module)
+        if isinstance(rule, HuggingFaceRMSNormRule) and rule.refuse(module) is None:
+            yield name, module, rule
 
 
 def make_trackers(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dprc_lightning.errors import InvalidArgumentError, UnsupportedModuleError
-from dprc_lightning.layers.lm_head import TokenLoss, head_losses
+from dprc_lightning.layers.lm_head import TokenLoss, head_losses, remembering_norms
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def causal_lm_losses(
         versions.append(made[0]._version)
         return made[0]
 
-    with _instead(head, "forward", forward), _without_cap(config, cap):
+    with _instead(head, "forward", forward), _without_cap(config, cap), remembering_norms(head):
         found = model(**inputs).logits
     # Engines hang their hooks on the output of a module, so it need not be the same object.
     same = len(made) == 1 and found.shape == made[0].shape and found.data_ptr() == made[0].data_ptr()

@@ -7,6 +7,7 @@ against 1 + 1 + 2. Source of fusing head and loss: Liger (arXiv 2410.10989); the
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dprc_lightning.errors import StepOrderError, UnsupportedModuleError
+from dprc_lightning.layers.normed import HeadInput
 from dprc_lightning.layers.tracker import ParameterTracker, Uses, terms_of
 from dprc_lightning.layers.tracking import ATTRIBUTE, PassState, active, parameter_in_use
 from dprc_lightning.layers.use import hand_over, norms_of, wide_dtype
@@ -82,6 +84,7 @@ class _HeadLoss(torch.autograd.Function):
         state: PassState | None,
         of_weight: ParameterTracker | None,
         of_bias: ParameterTracker | None,
+        source: HeadInput,
     ) -> Tensor:
         tracked = {
             name: _Tracked(tracker, state.step)
@@ -97,7 +100,7 @@ class _HeadLoss(torch.autograd.Function):
             sketched: Tensor | None = None
             summed: Tensor | None = None
             for rows in _blocks(hidden.shape[1]):
-                h = hidden[i, rows]
+                h = source.rows(i, rows)
                 loss_sum, dz = _block(h, matrix, bias, loss, i, rows, gradient=any(ctx.needs_input_grad[:3]))
                 found += loss_sum
                 if dz is None:
@@ -122,9 +125,9 @@ class _HeadLoss(torch.autograd.Function):
             if summed is not None:
                 tracked["bias"].parts.append(summed.unsqueeze(0))
         # Where head and bias are frozen the loss's own gradient is all that the backward needs.
-        needed = (hidden, weight, bias) if any(ctx.needs_input_grad[1:3]) else (None, None, None)
+        needed = (source.kept, weight, bias) if any(ctx.needs_input_grad[1:3]) else (None, None, None)
         ctx.save_for_backward(*needed, grad_hidden)
-        ctx.loss, ctx.state, ctx.tracked = loss, state, tracked
+        ctx.loss, ctx.state, ctx.tracked, ctx.recipe = loss, state, tracked, source.recipe
         return torch.stack(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
 
     @staticmethod
@@ -145,7 +148,7 @@ class _HeadLoss(torch.autograd.Function):
                 _add_norms(state, entry, grad_losses, hidden)
         elif any(ctx.needs_input_grad[1:3]):
             grad_weight, grad_bias = _weight_gradients(ctx, hidden, weight, bias, grad_losses)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _blocks(length: int) -> Iterator[slice]:
@@ -241,6 +244,7 @@ def _weight_gradients(
         entry.uses = state.uses_of(entry, entry.tracker)
     scales = state.weights(hidden.shape[0]) if state is not None and tracked else [1.0] * hidden.shape[0]
     matrix, wide = weight.to(hidden.dtype), wide_dtype(weight)
+    source = HeadInput(hidden, ctx.recipe)
     of_weight, of_bias = tracked.get("weight"), tracked.get("bias")
     total = of_weight.uses.total if of_weight is not None and of_weight.uses is not None else None
     total_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
@@ -248,7 +252,7 @@ def _weight_gradients(
     for i, gradient in enumerate(grad_losses.tolist()):
         sums = {name: _Sums(hidden.device) for name in tracked}
         for rows in _blocks(hidden.shape[1]):
-            h = hidden[i, rows]
+            h = source.rows(i, rows)
             _, dz = _block(h, matrix, bias, ctx.loss, i, rows, gradient=True)
             assert dz is not None
             use = Factors(dz.unsqueeze(0), h.unsqueeze(0), (dz.shape[1], h.shape[1]))
@@ -313,7 +317,34 @@ def head_losses(head: nn.Linear, hidden: Tensor, loss: TokenLoss) -> Tensor:
             f"module {of_weight.modules[0]!r}: estimator=hutchpp needs all logits at once; set estimator=hutchinson, "
             "or make the loss with causal_lm_loss(logits, labels)"
         )
+    source = HeadInput(hidden.detach())
+    if state is not None and state.normed is not None:
+        # The final norm's output is its input and a few operations: as large as all hidden states, it need not stay.
+        if state.normed.gave(hidden) and not torch.is_autocast_enabled(device_type):
+            source = HeadInput(state.normed.x, state.normed.recipe)
+        state.normed = None
     # In the passes autocast is off: the forward must round as they do.
     with torch.autocast(device_type, enabled=False):
-        losses: Tensor = _HeadLoss.apply(hidden, weight, bias, anchor, loss, state, of_weight, of_bias)
+        losses: Tensor = _HeadLoss.apply(hidden, weight, bias, anchor, loss, state, of_weight, of_bias, source)
     return losses
+
+
+@contextmanager
+def remembering_norms(head: nn.Module) -> Iterator[None]:
+    """Inside, an attached model remembers its last norm, so that the head can make its input anew.
+
+    Args:
+        head: The model's head; one that is not attached changes nothing.
+
+    Yields:
+        Nothing.
+    """
+    carried = head.__dict__.get(ATTRIBUTE)
+    if carried is None:
+        yield
+        return
+    carried.state.remember_normed = True
+    try:
+        yield
+    finally:
+        carried.state.remember_normed, carried.state.normed = False, None

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dprc_lightning.layers.normed import Normed, NormRecipe
 from dprc_lightning.layers.rule import LayerRule, detached_parameters, replaced_parameters
 from dprc_lightning.layers.tracker import ParameterTracker
 from dprc_lightning.layers.tracking import PassState, active, instrumentation, parameter_in_use
@@ -49,8 +50,9 @@ class HuggingFaceRMSNormRule(LayerRule):
     module's own forward with both formulas on random input. Either way the weight's gradient is the output gradient
     times the normalised input.
 
-    Forward and backward run on pieces of the tokens: the values are the same, because each position is normalised by
-    itself, and what they take beside input and output does not grow with T.
+    Lean (lean_norms of `dprc_lightning.clipping.attach`), forward and backward run on pieces of the tokens: the values
+    are the same, because each position is normalised by itself; the input alone is kept, and what they take beside
+    input and output does not grow with T. Then frozen ones are instrumented too.
     """
 
     kinds = {"weight": "vector"}
@@ -89,6 +91,10 @@ class HuggingFaceRMSNormRule(LayerRule):
             "register_rule one for its class"
         )
 
+    def gradient(self, module: Any, name: str, output_gradient: Tensor, x: Tensor) -> Tensor:
+        """See `LayerRule.gradient`; where the norms are not lean."""
+        return output_gradient * _normalise(x, module)
+
     def forward(self, module: Any, hidden_states: Tensor) -> Tensor:
         """Same values as the original, piece by piece.
 
@@ -99,14 +105,41 @@ class HuggingFaceRMSNormRule(LayerRule):
         Returns:
             Of the same shape.
         """
+        state = instrumentation(module).state
+        if not state.lean_norms:
+            out: Tensor = super().forward(module, hidden_states)
+            return out
         found = active(module, "weight")
-        if found is None:
-            return self.original(module, hidden_states)
-        state, tracker = found
+        if found is None and not (torch.is_grad_enabled() and hidden_states.requires_grad):
+            return self.in_pieces(module, hidden_states)
         weight = parameter_in_use(module, "weight")
-        anchor = state.anchor(hidden_states.device)
-        normalised: Tensor = _RMSNorm.apply(hidden_states, weight, anchor, self, module, state, tracker)
-        return normalised
+        assert weight is not None
+        # Frozen: no anchor, so that the norm pass comes here only on its way to what trains below.
+        anchor = None if found is None else state.anchor(hidden_states.device)
+        out = _RMSNorm.apply(hidden_states, weight, anchor, self, module, *(found or (None, None)))
+        if state.remember_normed:
+            original = instrumentation(module).original_class
+            state.normed = Normed.of(NormRecipe(module, original, weight.detach().clone()), hidden_states, out)
+        return out
+
+    def in_pieces(self, module: Any, x: Tensor) -> Tensor:
+        """The module's own forward, on some tokens after the others.
+
+        Args:
+            module: The layer.
+            x: [B, T, ..., d].
+
+        Returns:
+            Of the same shape.
+        """
+        out: Tensor | None = None
+        for piece in _pieces(x):
+            made = self.original(module, x[:, piece])
+            if made.shape == x.shape:
+                return made
+            out = made.new_empty(x.shape) if out is None else out
+            out[:, piece] = made
+        return self.original(module, x) if out is None else out
 
     def original(self, module: Any, x: Tensor) -> Tensor:
         """The module's own forward, as it is."""
@@ -126,41 +159,35 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        anchor: Tensor,
+        anchor: Tensor | None,
         rule: HuggingFaceRMSNormRule,
         module: nn.Module,
-        state: PassState,
-        tracker: ParameterTracker,
+        state: PassState | None,
+        tracker: ParameterTracker | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rule, ctx.module, ctx.state, ctx.tracker = rule, module, state, tracker
-        out: Tensor | None = None
-        for piece in _pieces(x):
-            made = rule.original(module, x[:, piece])
-            if made.shape == x.shape:
-                return made
-            out = made.new_empty(x.shape) if out is None else out
-            out[:, piece] = made
-        return rule.original(module, x) if out is None else out
+        return rule.in_pieces(module, x)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        state: PassState = ctx.state
-        use = VectorUse(state, ctx, ctx.tracker) if state.parts is None else None
+        state: PassState | None = ctx.state
+        use = VectorUse(state, ctx, ctx.tracker) if state is not None and state.parts is None else None
         scale = weight if ctx.rule.offset(ctx.module) == 0.0 else weight.to(_wide_dtype(x)) + 1.0
         for piece in _pieces(x):
             part, gradient = x[:, piece], output_gradient[:, piece]
             wide = _wide(part)
             rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _eps(ctx.module))
             normalised = wide * rstd
-            per_position = _wide(gradient) * normalised
-            if use is not None:
-                use.add(gradient, per_position)
-            elif state.parts is not None:
-                state.parts.vector(ctx.tracker, gradient, per_position)
-            del per_position
+            if state is not None:
+                per_position = _wide(gradient) * normalised
+                if use is not None:
+                    use.add(gradient, per_position)
+                elif state.parts is not None:
+                    state.parts.vector(ctx.tracker, gradient, per_position)
+                del per_position
             if grad_x is not None:
                 by_normalised = _wide(gradient * scale)
                 mean = (by_normalised * normalised).mean(-1, keepdim=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from dprc_lightning.layers.parts import Parts
 from dprc_lightning.layers.tracker import ParameterTracker, Uses
 from dprc_lightning.layers.use import MatrixUse, VectorUse
 from dprc_lightning.sketch import Factors, Projections
+
+if TYPE_CHECKING:
+    from dprc_lightning.layers.normed import Normed
 
 MISMATCH = 1e-4
 """By how much of S, the sum of the norms of a record's terms, S itself and a random functional of the gradient may
@@ -69,6 +72,11 @@ class PassState:
         """Records, as seen by the inputs of an embedding's parents that are running; the innermost last."""
         self.parts: Parts | None = None
         """Where what arrives is collected while a layer makes its activations anew, some tokens at a time."""
+        self.lean_norms = True
+        """Whether RMSNorms run in pieces and keep their input alone."""
+        self.remember_normed = False
+        """Whether the last norm's forward is noted, for a head that makes the loss too."""
+        self.normed: Normed | None = None
         self.shown = Shown.ITSELF
         self.flat_parameters: list[Tensor] = []
         """Where gradients accumulate that pass through views."""

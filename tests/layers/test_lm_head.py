@@ -63,6 +63,64 @@ def made(name):
     return model, token_batch(40)
 
 
+class TestFinalNorm:
+    """Its output is not kept: the head makes it anew from the norm's input."""
+
+    def kept_by_the_head(self, model, batch):
+        """Whether the head keeps the input of the final norm instead of its output."""
+        inputs_of_norm = []
+        hook = model.model.norm.register_forward_hook(lambda module, args, out: inputs_of_norm.append((args[0], out)))
+        losses = in_blocks(model, batch)
+        hook.remove()
+        node = losses.grad_fn
+        while type(node).__name__ != "_HeadLossBackward":
+            node = node.next_functions[0][0]
+        ((x, out),) = inputs_of_norm
+        kept = node.saved_tensors[0].untyped_storage().data_ptr()
+        assert kept in (x.untyped_storage().data_ptr(), out.untyped_storage().data_ptr())
+        return kept == x.untyped_storage().data_ptr()
+
+    @pytest.mark.parametrize("name", ["tied", "untied", "tied, checkpointed", "bias"])
+    def test_only_its_input_stays(self, name):
+        model, batch = made(name)
+        assert not self.kept_by_the_head(model, batch)
+        handle = attach(model, "exact")
+        handle.begin_step()
+        assert self.kept_by_the_head(model, batch)
+        assert handle._state.normed is None
+
+    def test_what_comes_between_norm_and_head_is_seen(self):
+        """A hook that changes the norm's output in place, or makes another one of it: the head keeps what it got."""
+
+        def other(module, args, out):
+            return out * 2.0
+
+        def in_place(module, args, out):
+            with torch.no_grad():
+                out.mul_(2.0)
+
+        for hook in (other, in_place):
+            found = []
+            for losses_of in (whole, in_blocks):
+                model, batch = made("tied")
+                handle = attach(model, "exact")
+                handle.begin_step()
+                model.model.norm.register_forward_hook(hook)
+                losses = losses_of(model, batch)
+                norms = handle.norms(losses)
+                handle.clipped_backward(losses, max_grad_norm=0.1, norms=norms)
+                found.append((losses.detach(), norms, [p.grad for p in model.parameters()]))
+            (losses, norms, sums), (ours, of_ours, our_sums) = found
+            assert torch.allclose(losses, ours, rtol=1e-6) and torch.allclose(norms, of_ours, rtol=2e-6)
+            for a, b in zip(sums, our_sums, strict=True):
+                assert float((a - b).abs().max()) < 2e-6 * float(a.abs().max()) + 1e-9
+
+    def test_not_where_norms_are_not_lean(self):
+        model, batch = made("tied")
+        attach(model, "exact", lean_norms=False).begin_step()
+        assert not self.kept_by_the_head(model, batch)
+
+
 def sketches(estimator):
     return {"projections": GaussianProjections(bytes(32), 4)} if estimator == "hutchinson" else {}
 

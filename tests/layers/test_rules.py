@@ -1,6 +1,5 @@
 """One layer kind at a time against one backward per record, and rules of one's own."""
 
-import architectures
 import pytest
 import torch
 from cases import Case, IdentityProjections, brute_force, brute_force_norms, check_against_brute_force, make
@@ -8,7 +7,7 @@ from torch import nn
 
 from dprc_lightning import attach
 from dprc_lightning.errors import InvalidArgumentError, LossShapeError, UnsupportedModuleError
-from dprc_lightning.layers import BroadcastRule, LayerRule, PerRecordRule, normalization, register_rule, unregister_rule
+from dprc_lightning.layers import BroadcastRule, LayerRule, PerRecordRule, register_rule, unregister_rule
 
 # The norm's floor is twice as many units of rounding as there are positions, here up to 72.
 RELATIVE = 5e-5
@@ -468,40 +467,3 @@ class TestFreezing:
             handle.norms(model(x).square().sum(1))
         self.step(model, handle, x)
         assert model[4].weight.grad is not None
-
-
-class TestRMSNormInPieces:
-    @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-    @pytest.mark.parametrize("checkpointing", [False, True])
-    def test_it_equals_one_backward_per_record(self, name, checkpointing, monkeypatch):
-        monkeypatch.setattr(normalization, "PIECE", 100)
-        attention = "eager" if name == "gemma2" else "sdpa"
-        case = architectures.case(name, attention, checkpointing=checkpointing)
-        check_against_brute_force(case, 1e-5, estimator="exact")
-
-    def test_pieces_change_no_value(self, monkeypatch):
-        found = []
-        for piece in (2**22, 64):
-            monkeypatch.setattr(normalization, "PIECE", piece)
-            case = architectures.case("llama")
-            model, batch = make(case)
-            handle = attach(model, estimator="exact")
-            losses = case.losses(model, batch)
-            norms = handle.norms(losses)
-            handle.clipped_backward(losses, max_grad_norm=0.5, norms=norms)
-            found.append((losses.detach(), norms, [p.grad for p in model.parameters()]))
-        (losses, norms, gradients), (in_pieces, their_norms, of_pieces) = found
-        assert torch.equal(losses, in_pieces) and torch.allclose(norms, their_norms, rtol=1e-6)
-        for a, b in zip(gradients, of_pieces, strict=True):
-            assert float((a - b).abs().max()) <= 1e-6 * float(a.abs().max())
-
-    def test_bfloat16_is_that_of_the_layers_own_backward(self):
-        torch.manual_seed(0)
-        model = architectures.build("llama", "sdpa", False, False, None).to(torch.bfloat16)
-        norm = model.model.norm
-        x = torch.randn(2, 7, 16, dtype=torch.bfloat16, requires_grad=True)
-        weights = torch.randn(2, 7, 16, dtype=torch.bfloat16)
-        (expected,) = torch.autograd.grad((norm(x) * weights).sum(), x)
-        attach(model, estimator="exact")
-        (found,) = torch.autograd.grad((norm(x) * weights).sum(), x)
-        assert float((found - expected).norm() / expected.norm()) < 5e-3
