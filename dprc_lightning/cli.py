@@ -38,6 +38,8 @@ given), the FLOPs of the norms against those of the step, and their memory. No w
 Picked is the smallest k whose noise (or epsilon) is within --tolerance percent of the least that any row within
 --max_flops and --max_memory has. Exact norms count as the largest k, and are picked wherever they cost no more.
 
+With --config and performance.memory set in the file, the memory flags that dprc fit would pick are shown as well.
+
 With --config, further settings of the file may follow as dprc fit takes them: --model.init_args.trainable_blocks 4.
 """
 
@@ -189,7 +191,8 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--memory",
         type=float,
         metavar="GIB",
-        help="with --model and --tokens: which memory flags a device of this size needs, by simulation, in place of k",
+        help="of the device: which memory flags it takes to fit, by simulation, in place of k; with --config, or with "
+        "--model and --tokens",
     )
     plan.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="with --memory: of the parameters"

@@ -308,8 +308,15 @@ class PerformanceConfig:
         mlp_chunk: Run the MLP of each layer so many tokens at a time, a multiple of 512; null runs it at once. It then
             keeps its input alone from the forward to the backwards, which run it once more: nothing more to compute
             where activations are checkpointed, else one more forward of the MLP in each of the two backwards.
+        lean_norms: Run RMSNorms (Hugging Face's, frozen ones too) some tokens at a time, so that they keep their input
+            alone: the same values, no more to compute.
         offload_checkpoints: Keep the inputs of activation checkpoints in the host's memory, for models that checkpoint
             their activations. It takes two transfers back for each one there.
+        memory: GiB of the device that training may use. Before a private run begins, steps of its largest micro-batch
+            (`DPRCModule.largest_batch`) are simulated, and the cheapest of activation checkpointing (Hugging Face's
+            models), mlp_chunk and offload_checkpoints are turned on with which one fits, with Adam's states; what is
+            set already stays. ``auto``: nine tenths of the memory of the device at hand (of the machine's on a CPU):
+            allocators need room. null picks nothing. For the strategies dprc_single and dprc_ddp.
     """
 
     physical_batch_size: int | None = 32
@@ -318,7 +325,9 @@ class PerformanceConfig:
     reserve_steps: int = 1
     projection_memory: float | None = 1.0
     mlp_chunk: int | None = None
+    lean_norms: bool = True
     offload_checkpoints: bool = False
+    memory: float | Literal["auto"] | None = None
 
     def problems(self) -> list[str]:
         """Everything that is wrong with these settings.
@@ -342,13 +351,29 @@ class PerformanceConfig:
         chunk = self.mlp_chunk
         if chunk is not None and (isinstance(chunk, bool) or chunk < 1 or chunk % BLOCK_ROWS):
             found.append(f"performance.mlp_chunk={chunk}: expected a multiple of {BLOCK_ROWS} tokens, or null")
-        if not isinstance(self.offload_checkpoints, bool):
-            found.append(f"performance.offload_checkpoints={self.offload_checkpoints}: expected true or false")
+        for name in ("lean_norms", "offload_checkpoints"):
+            if not isinstance(getattr(self, name), bool):
+                found.append(f"performance.{name}={getattr(self, name)}: expected true or false")
+        found += self._memory_problems()
         if self.projection_memory is not None and not 0 <= self.projection_memory < math.inf:
             found.append(
                 f"performance.projection_memory={self.projection_memory}: expected finite GiB >= 0, or null to keep all"
             )
         return found
+
+    def _memory_problems(self) -> list[str]:
+        memory = self.memory
+        if memory is None:
+            return []
+        number = isinstance(memory, int | float) and not isinstance(memory, bool)
+        if memory != "auto" and not (number and 0 < float(memory) < math.inf):
+            return [f"performance.memory={memory}: expected finite GiB > 0, auto, or null to pick nothing"]
+        if self.physical_batch_size is None and self.max_tokens is not None:
+            return [
+                f"performance.memory={memory}: performance.max_tokens={self.max_tokens} alone allows as many records "
+                "of one token, each with sketches of its own; set performance.physical_batch_size too"
+            ]
+        return []
 
 
 def _given(value: float | None) -> float:

@@ -1,26 +1,32 @@
 """How the private run of a module begins, is remembered in checkpoints, and ends: all but its steps."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 
 from dprc_lightning import preflight
+from dprc_lightning.activation_checkpointing import ActivationCheckpointing
 from dprc_lightning.callbacks import GracefulStop, PrivacyReport
 from dprc_lightning.callbacks.run_facts import not_private_because
 from dprc_lightning.checkpoint import CHECKPOINT_KEY
 from dprc_lightning.clipping import ClippingHandle, attach
 from dprc_lightning.clipping.two_pass import HALF_NORM_SLACK
-from dprc_lightning.config import PerformanceConfig, PrivacyConfig, ResolvedPrivacy
+from dprc_lightning.config import PrivacyConfig, ResolvedPrivacy
 from dprc_lightning.datamodule import DPRCDataModule, LogicalBatch
 from dprc_lightning.errors import ConfigurationError, InvalidArgumentError, StepOrderError
 from dprc_lightning.keys import Domain, RunSecret
 from dprc_lightning.resume import Opening, Origin
 from dprc_lightning.run import PrivateRun, passing_secret, run_folder
+from dprc_lightning.shorthand import Performance, performance_of
 from dprc_lightning.strategies import PrivateStrategy
 from dprc_lightning.timing import StepClock
+
+if TYPE_CHECKING:
+    from dprc_lightning.plan.pick import Pick
 
 
 class RunLifecycle(pl.LightningModule):
@@ -31,11 +37,14 @@ class RunLifecycle(pl.LightningModule):
         performance: How it is computed.
     """
 
-    def __init__(self, privacy: PrivacyConfig, performance: PerformanceConfig) -> None:
+    def __init__(self, privacy: PrivacyConfig, performance: Performance) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.privacy = privacy
-        self.performance = performance
+        self.performance = performance_of(performance)
+        self.memory_pick: Pick | None = None
+        """What `performance.memory` added in this run."""
+        self._checkpointing: ActivationCheckpointing | None = None
         self.handle: ClippingHandle | None = None
         self.private_run: PrivateRun | None = None
         self.clock = StepClock()
@@ -111,6 +120,7 @@ class RunLifecycle(pl.LightningModule):
             if trainer.world_size > 1:
                 datamodule.check_same_everywhere(secret, self.privacy, strategy.all_equal)
             if private:
+                self._fit_memory(strategy)
                 self._attach(secret)
             if not strategy.all_equal(self._settings()):
                 raise ConfigurationError([
@@ -181,20 +191,59 @@ class RunLifecycle(pl.LightningModule):
             raise
 
     def _attached(self, secret: RunSecret) -> ClippingHandle:
-        return attach(
-            self,
-            estimator=self.privacy.estimator,
-            sketch_dim=self.privacy.sketch_dim,
-            projection=self.privacy.projection,
-            unused=self.privacy.unused,
-            on_nonfinite=self.privacy.on_nonfinite,
-            norm_slack=self.privacy.norm_slack,
-            check_isolation=self.privacy.check_isolation,
-            projection_memory=self.performance.projection_memory,
-            mlp_chunk=self.performance.mlp_chunk,
-            offload_checkpoints=self.performance.offload_checkpoints,
-            key=secret.subkey(Domain.PROJECTION),
-        )
+        added = self.memory_pick.flags if self.memory_pick else {}
+        if "checkpointing" in added:
+            self._checkpointing = ActivationCheckpointing(self)
+        settings = self.attach_settings() | {name: value for name, value in added.items() if name != "checkpointing"}
+        return attach(self, **settings, key=secret.subkey(Domain.PROJECTION))
+
+    def attach_settings(self) -> dict[str, Any]:
+        """What `dprc_lightning.clipping.attach` is told of the user's settings."""
+        return {
+            "estimator": self.privacy.estimator,
+            "sketch_dim": self.privacy.sketch_dim,
+            "projection": self.privacy.projection,
+            "unused": self.privacy.unused,
+            "on_nonfinite": self.privacy.on_nonfinite,
+            "norm_slack": self.privacy.norm_slack,
+            "check_isolation": self.privacy.check_isolation,
+            "projection_memory": self.performance.projection_memory,
+            "mlp_chunk": self.performance.mlp_chunk,
+            "lean_norms": self.performance.lean_norms,
+            "offload_checkpoints": self.performance.offload_checkpoints,
+        }
+
+    def _fit_memory(self, strategy: PrivateStrategy) -> None:
+        """Pick what `performance.memory` asks for: on rank 0, within the smallest device of all, and send it.
+
+        Every rank would find the same, but one of another version of a library, or with another device, must not.
+
+        Args:
+            strategy: The trainer's.
+
+        Raises:
+            ConfigurationError: Nothing fits.
+        """
+        setting = self.performance.memory
+        self.memory_pick = None
+        if setting is None:
+            return
+        # A command's tools: a run that does not ask for them does not load them.
+        from dprc_lightning.plan.pick import Device, pick
+
+        engine: Any = strategy
+        device = Device.of(setting, engine.root_device, self.trainer.num_devices)
+        (least,) = strategy.max_over_ranks([-device.limit_bytes])
+        buckets = strategy.strategy_name == "dprc_ddp" and not engine._ddp_kwargs.get("gradient_as_bucket_view")
+        precision = str(self.trainer.precision)
+
+        def choose() -> "Pick":
+            found = pick(self, replace(device, limit_bytes=-least), precision=precision, buckets=buckets)
+            if not found.fits:
+                raise ConfigurationError([found.problem()])
+            return found
+
+        self.memory_pick = strategy.from_rank_zero(choose)
 
     def _dummy(self) -> Any:
         """A micro-batch without content, for a rank that has no more records of its own; weight 0."""
@@ -232,6 +281,9 @@ class RunLifecycle(pl.LightningModule):
         if self.handle is not None:
             self.handle.detach()
             self.handle = None
+        if self._checkpointing is not None:
+            self._checkpointing.remove()
+            self._checkpointing = None
         if self.private_run is not None:
             self.private_run.close()
 

@@ -27,6 +27,7 @@ from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.errors import ConfigurationError, DPRCError, InterruptedRun
 from dprc_lightning.module import DPRCModule
 from dprc_lightning.run import own_folder
+from dprc_lightning.shorthand import parser_mode, spelled_out
 from dprc_lightning.strategies import PrivateStrategy
 from dprc_lightning.strategies.sharded_checkpoints import ShardedCheckpoints
 
@@ -278,14 +279,14 @@ def run(arguments: Sequence[str]) -> None:
     for source in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(source).addFilter(_is_useful)
     # A page of usage would hide the one line that says what is wrong.
-    quiet = {"exit_on_error": False}
+    quiet = {"exit_on_error": False, "parser_mode": parser_mode()}
     try:
         DPRCCLI(
             DPRCModule,
             DPRCDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            args=list(arguments),
+            args=spelled_out(arguments),
             parser_kwargs={
                 "prog": "dprc",
                 "default_env": False,

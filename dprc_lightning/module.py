@@ -14,6 +14,7 @@ from dprc_lightning.dropout import secret_dropout
 from dprc_lightning.errors import ConfigurationError, LossShapeError, StepOrderError
 from dprc_lightning.keys import Domain
 from dprc_lightning.lifecycle import RunLifecycle
+from dprc_lightning.shorthand import Performance
 from dprc_lightning.strategies import PrivateStrategy
 
 
@@ -29,10 +30,14 @@ class DPRCModule(RunLifecycle):
 
     Args:
         privacy: The mechanism.
-        performance: How it is computed.
+        performance: How it is computed; ``auto`` is short for ``PerformanceConfig(memory="auto")``.
     """
 
-    def __init__(self, privacy: PrivacyConfig, performance: PerformanceConfig = PerformanceConfig()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        privacy: PrivacyConfig,
+        performance: Performance = PerformanceConfig(),  # noqa: B008
+    ) -> None:
         super().__init__(privacy, performance)
 
     def per_sample_loss(self, batch: Any) -> Tensor:
@@ -45,6 +50,24 @@ class DPRCModule(RunLifecycle):
             ConfigurationError: Not written.
         """
         raise ConfigurationError([f"{type(self).__name__}.per_sample_loss: not written; return losses of shape [B]"])
+
+    def largest_batch(self, records: int) -> Any:
+        """A micro-batch as large as any that training will bring: `performance.memory` simulates a step on it.
+
+        Return what `DPRCDataModule.collate_fn` would, on any device; only its shapes and dtypes count. Take them from
+        settings, such as the most tokens that are kept of a record, and not from the records: the choice of flags is
+        told, and would tell of the longest one.
+
+        Args:
+            records: How many.
+
+        Raises:
+            ConfigurationError: Not written.
+        """
+        raise ConfigurationError([
+            f"{type(self).__name__}.largest_batch: not written; return a micro-batch of the largest shapes, or leave "
+            "performance.memory out"
+        ])
 
     # The five steps -------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class CheckpointOffload:
         for module in model.modules():
             for name in _FUNCTIONS:
                 function = getattr(module, name, None)
-                if not callable(function) or not _checkpoints(module):
+                if not callable(function) or not checkpoints_activations(module):
                     continue
                 wrapped = self._wrap(function)
                 setattr(module, name, wrapped)
@@ -121,6 +121,7 @@ class CheckpointOffload:
         return back.copy_(copy, non_blocking=copy.is_pinned())
 
 
-def _checkpoints(module: nn.Module) -> bool:
+def checkpoints_activations(module: nn.Module) -> bool:
+    """Whether a module says that its activations are made again."""
     # Each part of a Hugging Face model has the function; those that use it say so.
     return bool(getattr(module, "gradient_checkpointing", False)) or type(module).__name__ == "CheckpointWrapper"

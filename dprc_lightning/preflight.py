@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
+_WHOLE_MODEL = ("dprc_single", "dprc_ddp")
+"""Strategies in which each device has all of the model."""
+
 # Metrics that say nothing of the private records: those of other data, and epsilon, which counts steps.
 _NOT_PRIVATE = re.compile(r"(val|valid|validation|test|privacy)([/_.-]|$)")
 
@@ -126,6 +129,7 @@ def problems(
     return [
         *module.performance.problems(),
         *_private_flags(module),
+        *_memory(trainer, module),
         *privacy_problems,
         *found,
         *_strategy(trainer),
@@ -142,13 +146,34 @@ def problems(
 def _private_flags(module: "RunLifecycle") -> Iterator[str]:
     """What only a private run's layers can do."""
     if module.privacy.baseline_without_privacy:
-        for name in ("mlp_chunk", "offload_checkpoints"):
+        for name in ("mlp_chunk", "offload_checkpoints", "memory"):
             value = getattr(module.performance, name)
             if value:
                 yield (
                     f"performance.{name}={value}: it belongs to the layers of a private run, and "
                     "privacy.baseline_without_privacy=true leaves the model as it is; leave it out"
                 )
+
+
+def _memory(trainer: pl.Trainer, module: "RunLifecycle") -> Iterator[str]:
+    """What of performance.memory can be known before a step is simulated."""
+    from dprc_lightning.module import DPRCModule
+
+    setting = module.performance.memory
+    if setting is None or module.privacy.baseline_without_privacy:
+        return
+    strategy = trainer.strategy
+    if isinstance(strategy, PrivateStrategy) and strategy.strategy_name not in _WHOLE_MODEL:
+        yield (
+            f"performance.memory={setting}: a step of one device with the whole model is simulated, and "
+            f"trainer.strategy={strategy.strategy_name} shares it among ranks; set the flags that `dprc plan --config "
+            "FILE --memory GIB` shows by hand, and leave it out"
+        )
+    if not is_overridden("largest_batch", module, DPRCModule):
+        yield (
+            f"performance.memory={setting}: {type(module).__name__}.largest_batch is not written; return a micro-batch "
+            "of the largest shapes, or leave performance.memory out"
+        )
 
 
 def warnings(trainer: pl.Trainer, module: "RunLifecycle") -> list[str]:

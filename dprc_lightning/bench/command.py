@@ -70,7 +70,7 @@ def _add_simulation(step: argparse.ArgumentParser) -> None:
     group = step.add_argument_group("--simulate", "peak memory and FLOPs of a model of any size, without its memory")
     group.add_argument("--simulate", action="store_true", help="run without numbers, on torch's meta device")
     group.add_argument("--compare", action="store_true", help="run the same on real tensors of the CPU as well")
-    group.add_argument("--model", metavar="FOLDER", help="with config.json, or a Hugging Face name; else a small Llama")
+    group.add_argument("--model", metavar="FOLDER", help="with config.json, a Hugging Face name, or smollm2")
     group.add_argument("--lora", type=int, metavar="RANK", help="train peft's LoRA on every linear layer but the head")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all parameters; default float32")
     group.add_argument("--estimator", choices=("auto", "exact", "hutchinson", "hutchpp"), help="default hutchinson")

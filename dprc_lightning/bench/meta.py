@@ -65,12 +65,20 @@ def without_numbers(vocabulary: int) -> Iterator[None]:
         # With dropout torch takes the formula on a CPU too.
         if not query.is_meta or dropout_p > 0.0:
             return of_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            # As torch does on a CPU: zeros, and -inf where nothing is to be seen.
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
     from transformers import masking_utils
 
     unique, tolist = torch.unique, torch.Tensor.tolist
+    no_mask_needed = masking_utils._ignore_causal_mask_sdpa
+
+    def no_padding(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        # Whether a record is padded is in the numbers: one may be, and a mask of tokens by tokens is made for it.
+        return not (padding_mask is not None and padding_mask.is_meta) and no_mask_needed(padding_mask, *args, **kwargs)
 
     def distinct(ids: Tensor, return_inverse: bool = False) -> Any:
         if not ids.is_meta:
@@ -87,6 +95,7 @@ def without_numbers(vocabulary: int) -> Iterator[None]:
         replaced(torch.Tensor, "tolist", ones),
         # Whether several records lie in one row is in the numbers of the positions; they do not.
         replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        replaced(masking_utils, "_ignore_causal_mask_sdpa", no_padding),
         replaced(torch.nn.functional, "scaled_dot_product_attention", attention),
         # The meta device has no autocast, not even one that is off.
         replaced(torch, "autocast", _as_on_cpu(torch.autocast)),

@@ -13,7 +13,7 @@ gives tensors of the right shape whose storages have a size and no memory. `Cate
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,15 +31,14 @@ from dprc_lightning.bench.categories import (
 )
 from dprc_lightning.bench.memory import LiveMemory
 from dprc_lightning.bench.meta import META, Operations, put, replaced, without_numbers
+from dprc_lightning.bench.shaped import ShapedProjections
 from dprc_lightning.bench.step import NON_PRIVATE, StepShape
 from dprc_lightning.clipping import ClippingHandle, attach, causal_lm_loss, causal_lm_losses
-from dprc_lightning.clipping.instrument import find_owners
+from dprc_lightning.clipping.instrument import find_owners, frozen_norms
 from dprc_lightning.errors import InvalidArgumentError
 from dprc_lightning.layers import ATTRIBUTE, restore_class
 from dprc_lightning.offload import CheckpointOffload
 from dprc_lightning.plan.shapes import hugging_face_model
-from dprc_lightning.sketch import PROJECTIONS as DISTRIBUTIONS
-from dprc_lightning.sketch import ProjectionMatrix, RademacherMatrix
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HALF_GRADIENTS = "non-private, bfloat16 gradients"
@@ -93,47 +92,6 @@ class SimulatedStep:
     def sketch_name(self) -> str:
         """What its private row is called."""
         return self.estimator if self.estimator == "exact" else f"{self.estimator} k={self.sketch_dim}"
-
-
-class ShapedProjections:
-    """P of the right shape without numbers, kept for a step as the real one is.
-
-    Args:
-        projection: Distribution of the entries: how many bytes they take.
-        sketch_dim: k.
-        making: Makes a context in which P is made.
-    """
-
-    def __init__(self, projection: str, sketch_dim: int, making: Callable[[], AbstractContextManager[None]]) -> None:
-        self._signs = projection == "rademacher"
-        self._k = sketch_dim
-        self._making = making
-        self._kept: dict[str, Tensor | ProjectionMatrix] = {}
-
-    def begin_step(self, index: int) -> None:
-        """Forget the last step's."""
-        self._kept.clear()
-
-    def matrix(self, name: str, rows: int, device: torch.device) -> Tensor | ProjectionMatrix:
-        """One P, [rows, k].
-
-        Args:
-            name: Of the parameter.
-            rows: Length of the contracted axis.
-            device: Where it lies.
-
-        Returns:
-            What the real source of this distribution gives.
-        """
-        if name not in self._kept:
-            with self._making():
-                if self._signs:
-                    width = DISTRIBUTIONS["rademacher"].stored_bytes(1, self._k)
-                    bits = torch.empty(rows, width, dtype=torch.uint8, device=device)
-                    self._kept[name] = RademacherMatrix(bits, self._k)
-                else:
-                    self._kept[name] = torch.empty(rows, self._k, dtype=torch.float32, device=device)
-        return self._kept[name]
 
 
 def simulate(
@@ -254,17 +212,71 @@ def losses_closure(model: nn.Module, ids: Tensor, step: SimulatedStep) -> Callab
 def _simulate_one(step: SimulatedStep, kind: str) -> dict[str, Any]:
     model = build(step, META)
     ids = torch.empty(step.records, step.tokens, dtype=torch.int64, device=META)
+    return run_on_meta(
+        MetaStep(
+            model=model,
+            tried=step.shape.build() if step.model is None else hugging_face_model(step.model, step.lora),
+            inputs=[ids],
+            losses=losses_closure(model, ids, step),
+            prepare=lambda projections: _prepare(model, step, kind, projections),
+            projection=step.projection,
+            sketch_dim=step.sketch_dim,
+            vocabulary=_vocabulary(model),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class MetaStep:
+    """A step on the meta device, whoever made the model.
+
+    Attributes:
+        model: On the meta device.
+        tried: The same model with numbers, or stand-ins for them: what the rules of its layers look at.
+        inputs: The micro-batch's tensors.
+        losses: The forward, which gives the losses [B] and keeps nothing.
+        prepare: Attaches the model; None for a non-private step.
+        projection: Distribution of P's entries.
+        sketch_dim: k.
+        vocabulary: How many distinct ids a batch may hold.
+        later: Whether an earlier micro-batch of the logical step has left gradients and P.
+    """
+
+    model: nn.Module
+    tried: nn.Module
+    inputs: Sequence[Tensor]
+    losses: Callable[[], Tensor]
+    prepare: Callable[[ShapedProjections], ClippingHandle | None]
+    projection: str
+    sketch_dim: int
+    vocabulary: int
+    later: bool = False
+
+
+def run_on_meta(step: MetaStep) -> dict[str, Any]:
+    """Run it.
+
+    Args:
+        step: Model, batch, and how.
+
+    Returns:
+        ``peak_bytes`` with its ``categories``, ``host_bytes``, ``flops``, ``attention_flops`` and their sum
+        ``all_flops``.
+    """
+    model = step.model
     memory = CategorisedMemory()
-    with _rules_that_trust(step):
+    with _rules_that_trust(step.tried):
         projections = ShapedProjections(step.projection, step.sketch_dim, partial(memory.inside, PROJECTIONS))
-        handle = _prepare(model, step, kind, projections)
-    losses_of = losses_closure(model, ids, step)
-    with without_numbers(_vocabulary(model)), Operations() as counted, memory:
+        handle = step.prepare(projections)
+    with without_numbers(step.vocabulary), Operations() as counted, memory:
         with memory.inside(PARAMETERS):
-            memory.add([ids, *model.parameters(), *model.buffers()])
+            memory.add([*step.inputs, *model.parameters(), *model.buffers()])
         if handle is not None:
+            projections.stream(handle._streamed)
             handle.begin_step()
-        losses = losses_of()
+            if step.later:
+                _leave_gradients(handle, projections, memory)
+        losses = step.losses()
         memory.mark_alive(ACTIVATIONS)
         with memory.recomputation():
             if handle is None:
@@ -280,6 +292,17 @@ def _simulate_one(step: SimulatedStep, kind: str) -> dict[str, Any]:
         "attention_flops": counted.attention,
         "all_flops": counted.products + counted.attention,
     }
+
+
+def _leave_gradients(handle: ClippingHandle, projections: ShapedProjections, memory: CategorisedMemory) -> None:
+    """What an earlier micro-batch of the step leaves: the sum of its clipped gradients, and P."""
+    with memory.inside(GRADIENTS):
+        for parameter in handle.parameters:
+            parameter.grad = torch.empty(parameter.shape, dtype=parameter.grad_dtype or parameter.dtype, device=META)
+    handle.remember_gradients()
+    for tracker in handle._state.trackers.values():
+        for name, rows in tracker.draws.items():
+            projections.matrix(name, rows, META)
 
 
 def _two_passes(handle: ClippingHandle, losses: Tensor, memory: CategorisedMemory) -> None:
@@ -357,10 +380,10 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 @contextmanager
-def _rules_that_trust(step: SimulatedStep) -> Iterator[None]:
+def _rules_that_trust(tried: nn.Module) -> Iterator[None]:
     """Inside, rules refuse nothing: they have tried the modules of a model with numbers."""
-    tried = step.shape.build() if step.model is None else hugging_face_model(step.model, step.lora)
     with ExitStack() as stack:
-        for rule in {type(rule) for _, rule in find_owners(tried).values()}:
+        rules = [rule for _, rule in find_owners(tried).values()] + [rule for _, _, rule in frozen_norms(tried)]
+        for rule in {type(rule) for rule in rules}:
             stack.enter_context(replaced(rule, "refuse", lambda self, module: None))
         yield

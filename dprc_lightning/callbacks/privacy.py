@@ -279,6 +279,7 @@ def _opening(module: "DPRCModule", plan: list[PlanRow], lookup: EpsilonLookup | 
         f"  noise multiplier {r.noise_multiplier:.4f}, clipping at {r.max_grad_norm:g}, estimator {r.estimator}",
         f"  sketched norms{drawn}: {_tensors(sketched) if sketched else 'none'}",
         f"  exact norms: {_tensors(exact)}",
+        *([] if module.memory_pick is None else [f"  {module.memory_pick.said()}"]),
         textwrap.indent(format_plan(plan), "  "),
     ])
 

@@ -7,13 +7,16 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dprc_lightning.errors import InvalidArgumentError
 from dprc_lightning.plan.choice import Choice, Limits, choose, percent, size
 from dprc_lightning.plan.costs import step_flops
 from dprc_lightning.plan.settings import Subject, read_subject
 from dprc_lightning.plan.table import Row, all_costs, rows
+
+if TYPE_CHECKING:
+    from dprc_lightning.plan.pick import Pick
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -31,7 +34,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         InvalidArgumentError: A flag's value that cannot be used.
     """
     if options.memory is not None:
-        return _memory(options)
+        return _memory_of_file(options, overrides) if options.config else _memory(options)
     limits = Limits(options.tolerance, options.max_flops, options.max_memory)
     for name, value in asdict(limits).items():
         if not 0 <= value < math.inf:
@@ -51,7 +54,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _show(subject, _by_k(ready), Choice(None, "interrupted before the last row: no pick"), limits, total, options)
         raise
-    _show(subject, _by_k(ready), choose(_by_k(ready), limits, total), limits, total, options)
+    picked = None if subject.pick is None else subject.pick(_tell)
+    _show(subject, _by_k(ready), choose(_by_k(ready), limits, total), limits, total, options, picked)
     return 0
 
 
@@ -86,6 +90,27 @@ def _memory(options: argparse.Namespace) -> int:
     return 0
 
 
+def _memory_of_file(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """What `dprc fit` of these files would pick for a device of this size."""
+    if not 0 < options.memory < math.inf:
+        raise InvalidArgumentError("--memory", options.memory, "expected GiB > 0")
+    for name in ("model", "lora", "tokens", "records"):
+        if getattr(options, name) is not None:
+            remedy = "goes with --model; with --config and --memory set it in the file"
+            raise InvalidArgumentError(f"--{name}", getattr(options, name), remedy)
+    from dprc_lightning.plan.file import FileSettings
+
+    _tell("reading " + ", ".join(options.config))
+    found = FileSettings(options.config, overrides).pick(options.memory, _tell)
+    print(json.dumps(_pick_to_json(found)) if options.format == "json" else found.to_text())
+    return 0
+
+
+def _pick_to_json(found: "Pick") -> dict[str, Any]:
+    rows = [asdict(row) for row in found.rows]
+    return {"rows": rows, "pick": found.flags if found.fits else None, "said": found.said() if found.fits else None}
+
+
 def _tell(line: str) -> None:
     print(f"dprc plan: {line}", file=sys.stderr, flush=True)
 
@@ -95,12 +120,19 @@ def _by_k(ready: Sequence[Row]) -> list[Row]:
 
 
 def _show(
-    subject: Subject, found: Sequence[Row], choice: Choice, limits: Limits, total: int, options: argparse.Namespace
+    subject: Subject,
+    found: Sequence[Row],
+    choice: Choice,
+    limits: Limits,
+    total: int,
+    options: argparse.Namespace,
+    picked: "Pick | None" = None,
 ) -> None:
     if options.format == "json":
-        print(json.dumps(to_json(subject, found, choice, limits, total)))
+        memory = {"memory": _pick_to_json(picked)} if picked else {}
+        print(json.dumps(to_json(subject, found, choice, limits, total) | memory))
     else:
-        print(to_text(subject, found, choice, total))
+        print(to_text(subject, found, choice, total) + (f"\n\n{picked.to_text()}" if picked else ""))
 
 
 def to_json(subject: Subject, found: Sequence[Row], choice: Choice, limits: Limits, total: int) -> dict[str, Any]:

@@ -5,16 +5,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningCLI
-from torch import nn
+from torch import cuda
 
 from dprc_lightning.config import PerformanceConfig, PrivacyConfig
 from dprc_lightning.datamodule import DPRCDataModule
 from dprc_lightning.errors import ConfigurationError
 from dprc_lightning.lightning_cli import DPRCCLI, _shorter, find_own_classes
 from dprc_lightning.module import DPRCModule
+from dprc_lightning.plan.pick import Device, Pick, pick
 from dprc_lightning.plan.shapes import weightless
+from dprc_lightning.shorthand import parser_mode, spelled_out
 
 
 class _SettingsCLI(DPRCCLI):
@@ -53,6 +56,17 @@ class _SettingsCLI(DPRCCLI):
         return self.model
 
 
+_PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "64": "64-true"}
+"""Short forms, as the trainer takes them."""
+
+
+def _number(devices: Any) -> int:
+    """How many devices; of one that cannot be known here, one."""
+    if isinstance(devices, list):
+        return len(devices)
+    return int(devices) if str(devices).isdigit() and int(devices) > 0 else 1
+
+
 class FileSettings:
     """What the files say.
 
@@ -67,8 +81,8 @@ class FileSettings:
     def __init__(self, files: Sequence[str], overrides: Sequence[str]) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         find_own_classes()
-        quiet = {"exit_on_error": False}
-        arguments = ["fit", *(part for file in files for part in ("--config", file)), *overrides]
+        quiet = {"exit_on_error": False, "parser_mode": parser_mode()}
+        arguments = ["fit", *(part for file in files for part in ("--config", file)), *spelled_out(overrides)]
         # As for `dprc fit`: a warning of a difference that cannot be there.
         warnings.filterwarnings("ignore", ".*args parameter is intended to run from within Python.*")
         try:
@@ -92,6 +106,7 @@ class FileSettings:
         self.privacy = PrivacyConfig(**settings.privacy.as_dict())
         self.performance = PerformanceConfig(**settings.performance.as_dict())
         self._model, self._data = settings.model, settings.get("data")
+        self._trainer = settings.trainer
 
     @property
     def name(self) -> str:
@@ -99,6 +114,60 @@ class FileSettings:
         source = self._model.get("init_args", {}).get("source")
         kind = self._model.class_path.rsplit(".", 1)[-1]
         return kind if source is None else f"{kind} of {source}"
+
+    def device(self, memory: float | None) -> Device:
+        """Where the file's training runs, and what of it it may use.
+
+        Args:
+            memory: GiB; None for performance.memory.
+
+        Returns:
+            The device; with ``accelerator: auto`` and GiB given, some GPU.
+
+        Raises:
+            ConfigurationError: Neither is given, or performance.memory cannot be used.
+        """
+        setting = self.performance.memory if memory is None else memory
+        problems = self.performance.problems()
+        if setting is None:
+            problems.append("--memory: neither it nor performance.memory is set; give GiB")
+        if problems:
+            raise ConfigurationError(problems)
+        assert setting is not None
+        accelerator, devices = self._trainer.get("accelerator", "auto"), self._trainer.get("devices")
+        gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and (memory is not None or cuda.is_available()))
+        if gpu and setting == "auto" and not cuda.is_available():
+            raise ConfigurationError([
+                f"performance.memory=auto: trainer.accelerator={accelerator}, and this machine has none to ask; give "
+                "the GiB of the device with --memory"
+            ])
+        return Device.of(setting, torch.device("cuda", 0) if gpu else torch.device("cpu"), _number(devices))
+
+    def pick(self, memory: float | None, progress: Callable[[str], None], module: DPRCModule | None = None) -> Pick:
+        """What `dprc fit` would pick.
+
+        Args:
+            memory: GiB of the device; None for performance.memory.
+            progress: Called with what is about to be done.
+            module: The model, if it is built already.
+
+        Returns:
+            The choice.
+
+        Raises:
+            ConfigurationError: The model says nothing of its largest batch, or of what `device` refuses.
+        """
+        device = self.device(memory)
+        if module is None:
+            progress(f"building {self.name} without its weights")
+            module = self.build(progress)
+        strategy = self._trainer.get("strategy", "dprc_single")
+        settings: Any = {}
+        if not isinstance(strategy, str):
+            strategy, settings = strategy.class_path.rsplit(".", 1)[-1], strategy.get("init_args", {})
+        buckets = strategy in ("dprc_ddp", "PrivateDDPStrategy") and not settings.get("gradient_as_bucket_view")
+        precision = str(self._trainer.get("precision") or "32-true")
+        return pick(module, device, precision=_PRECISIONS.get(precision, precision), buckets=buckets, progress=progress)
 
     @property
     def tokens(self) -> int | None:
@@ -115,7 +184,7 @@ class FileSettings:
         path = f"{TextClassificationData.__module__}.{TextClassificationData.__qualname__}"
         return self._data.init_args.sizes[0] if self._data.class_path == path else None
 
-    def build(self, progress: Callable[[str], None]) -> nn.Module:
+    def build(self, progress: Callable[[str], None]) -> DPRCModule:
         """Make the model.
 
         Args:

@@ -1,10 +1,13 @@
 """Which memory flags a model needs at a context: the cheapest set whose simulated step fits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dprc_lightning.bench.simulate import DTYPES, META, SimulatedStep, build, simulate
+from dprc_lightning.sketch import BLOCK_ROWS
+
+GIB = 2.0**30
 
 MLP_CHUNK = 4096
 """Tokens at a time: long enough for full speed of the products, short beside the contexts that need it."""
@@ -17,9 +20,11 @@ class MemoryRow:
     Attributes:
         flags: Those that are on.
         peak_bytes: Of one private step of one micro-batch, on the device, without optimizer.
-        optimizer_bytes: Adam's two states of each trainable parameter, in the parameter's own precision.
+        optimizer_bytes: Adam's two states of each trainable parameter, in the parameter's own precision; where an
+            engine has one, its copy of the gradients.
         host_bytes: What lies in the host's memory beside it.
         flops_ratio: All FLOPs, attention's too, over those of the first row.
+        update_bytes: Of the optimizer's step, without what `optimizer_bytes` counts; 0 if it is not looked at.
     """
 
     flags: dict[str, Any]
@@ -27,6 +32,12 @@ class MemoryRow:
     optimizer_bytes: int
     host_bytes: int
     flops_ratio: float
+    update_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that the device must hold at one time."""
+        return max(self.peak_bytes, self.update_bytes) + self.optimizer_bytes
 
     def fits(self, limit_bytes: float) -> bool:
         """Whether the device holds it.
@@ -37,7 +48,37 @@ class MemoryRow:
         Returns:
             Whether it does.
         """
-        return self.peak_bytes + self.optimizer_bytes <= limit_bytes
+        return self.total_bytes <= limit_bytes
+
+    def to_text(self, limit_bytes: float) -> str:
+        """A line of the table.
+
+        Args:
+            limit_bytes: Of the device.
+
+        Returns:
+            The line.
+        """
+        sizes = (max(self.peak_bytes, self.update_bytes), self.optimizer_bytes, self.host_bytes)
+        figures = " ".join(f"{size / GIB:>9.2f}" for size in sizes)
+        fits = "yes" if self.fits(limit_bytes) else "no"
+        return f"{describe(self.flags):<66} {figures} {self.flops_ratio:>6.2f}  {fits}"
+
+
+def chunk_for(tokens: int) -> int | None:
+    """The mlp_chunk to try at a context.
+
+    Args:
+        tokens: T.
+
+    Returns:
+        None where a piece would be as long as the record, and save nothing.
+    """
+    return min(MLP_CHUNK, (tokens - 1) // BLOCK_ROWS * BLOCK_ROWS) or None if tokens > 0 else None
+
+
+HEADER = f"{'flags':<66} {'step GiB':>9} {'Adam GiB':>9} {'host GiB':>9} {'FLOPs':>6}  fits"
+"""Of the lines of `MemoryRow.to_text`."""
 
 
 def candidates(tokens: int) -> list[dict[str, Any]]:
@@ -55,9 +96,9 @@ def candidates(tokens: int) -> list[dict[str, Any]]:
     head = {"chunked_head": True}
     checkpointed = {"checkpointing": True, **head}
     sets: list[dict[str, Any]] = [{}, head, checkpointed]
-    # A piece as long as the record would save nothing.
-    if tokens > 512:
-        sets.append(checkpointed | {"mlp_chunk": min(MLP_CHUNK, (tokens - 1) // 512 * 512)})
+    chunk = chunk_for(tokens)
+    if chunk is not None:
+        sets.append(checkpointed | {"mlp_chunk": chunk})
     sets.append(sets[-1] | {"offload_checkpoints": True})
     return sets
 
@@ -90,7 +131,7 @@ def memory_rows(
     return rows
 
 
-def describe(flags: dict[str, Any]) -> str:
+def describe(flags: Mapping[str, Any]) -> str:
     """A set of flags in words.
 
     Args:
@@ -114,17 +155,12 @@ def to_text(rows: Sequence[MemoryRow], limit_bytes: float, tokens: int, records:
     Returns:
         Lines.
     """
-    gib = 2.0**30
     lines = [
         f"memory of one private step, simulated: micro-batches of {records} x {tokens} tokens; the device has "
-        f"{limit_bytes / gib:g} GiB",
+        f"{limit_bytes / GIB:g} GiB",
         "",
-        f"{'flags':<66} {'step GiB':>9} {'Adam GiB':>9} {'host GiB':>9} {'FLOPs':>6}  fits",
-    ]
-    lines += [
-        f"{describe(row.flags):<66} {row.peak_bytes / gib:>9.2f} {row.optimizer_bytes / gib:>9.2f} "
-        f"{row.host_bytes / gib:>9.2f} {row.flops_ratio:>6.2f}  {'yes' if row.fits(limit_bytes) else 'no'}"
-        for row in rows
+        HEADER,
+        *(row.to_text(limit_bytes) for row in rows),
     ]
     last = rows[-1]
     if not last.fits(limit_bytes):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,10 @@ from dprc_lightning.errors import ConfigurationError, InvalidArgumentError
 from dprc_lightning.plan.costs import Batch
 from dprc_lightning.plan.shapes import hugging_face_model
 from dprc_lightning.plan.table import Mechanism
+
+if TYPE_CHECKING:
+    # A simulator, which most plans do not need.
+    from dprc_lightning.plan.pick import Pick
 
 # Of two settings that exclude each other, a flag replaces the one that the file has.
 _INSTEAD_OF = {
@@ -37,6 +41,7 @@ class Subject:
         mechanism: All of it but k.
         num_records: N; None if nothing needs it.
         projection_memory: GiB of P that are kept for a step; None for all.
+        pick: Picks what `performance.memory` asks for, told what to call with its progress; None if it is not set.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Subject:
     mechanism: Mechanism
     num_records: int | None
     projection_memory: float | None = PerformanceConfig.projection_memory
+    pick: Callable[[Callable[[str], None]], "Pick"] | None = None
 
 
 def read_subject(
@@ -116,14 +122,20 @@ def _from_file(
     if tokens is None:
         raise ConfigurationError(["--tokens: needed, for the model has no max_length; the tokens of a record"])
     records = options.records or settings.performance.physical_batch_size or 1
+    wanted = settings.performance.memory is not None
+    if wanted:
+        # What it refuses is told before the table takes its time.
+        settings.device(None)
     progress(f"building {settings.name} without its weights")
+    model = settings.build(progress)
     return Subject(
         settings.name,
-        settings.build(progress),
+        model,
         Batch(records, tokens),
         mechanism,
         number,
         settings.performance.projection_memory,
+        (lambda progress: settings.pick(None, progress, model)) if wanted else None,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dprc_lightning.errors import InvalidArgumentError
+from dprc_lightning.tasks.smollm2 import SMOLLM2, smollm2_folder
 
 # What a checkpoint in another format needs the original loader for.
 _OTHER_FORMATS = ("gguf_file", "quantization_config")
@@ -19,7 +20,7 @@ def hugging_face_model(source: str, lora: int | None = None) -> nn.Module:
     """A causal language model by its configuration alone.
 
     Args:
-        source: A folder with config.json, or a Hugging Face name (only its config.json is fetched).
+        source: A folder with config.json, a Hugging Face name (only its config.json is fetched), or ``smollm2``.
         lora: Rank of peft's LoRA on every linear layer but the head, all else frozen; None to train everything.
 
     Returns:
@@ -33,6 +34,8 @@ def hugging_face_model(source: str, lora: int | None = None) -> nn.Module:
     # Imported here: it takes seconds, and a wrong rank needs none of it.
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if source == SMOLLM2:
+        source = str(smollm2_folder())
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise InvalidArgumentError("--model", source, "has no config.json; name a Hugging Face folder")
     try:

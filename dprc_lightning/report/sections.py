@@ -257,13 +257,16 @@ def grouped(names: Sequence[str]) -> list[str]:
 
 def _cost(report: Mapping[str, Any]) -> Section:
     cost = report.get("cost")
+    # Reports of earlier releases have no such entry.
+    picked = [report["memory"]["said"]] if report.get("memory") else []
     if cost is None:
-        return Section("Cost", [])
+        return Section("Cost", [Bullets(picked)] if picked else [])
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cost["phases"].items())
     return Section(
         "Cost",
         [
             Bullets([
+                *picked,
                 f"step: {cost['median_step_seconds']:.2f} s (median of {cost['measured_steps']}); all: {phases}",
                 f"peak memory of the process: {cost['peak_memory_bytes'] / 2**30:.2f} GiB ({cost['device']})",
             ])

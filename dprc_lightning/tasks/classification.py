@@ -49,7 +49,7 @@ class TextClassification(DPRCModule):
         feature_scale: float = 5.0,
     ) -> None:
         super().__init__(privacy, performance)
-        self.lr, self.head_lr = lr, head_lr
+        self.lr, self.head_lr, self.max_length = lr, head_lr, max_length
         self.classifier, self.tokenizer = load_text_classifier(
             source,
             num_classes,
@@ -83,6 +83,22 @@ class TextClassification(DPRCModule):
             [B], float32.
         """
         return classification_loss(self(batch), batch["labels"])
+
+    def largest_batch(self, records: int) -> dict[str, Tensor]:
+        """See `DPRCModule.largest_batch`.
+
+        Args:
+            records: How many.
+
+        Returns:
+            Records of `max_length` tokens.
+        """
+        ids = torch.zeros(records, self.max_length, dtype=torch.int64)
+        return {
+            "input_ids": ids,
+            "lengths": torch.full((records,), self.max_length),
+            "labels": torch.zeros(records, dtype=torch.int64),
+        }
 
     def configure_optimizers(self) -> Any:
         """Adam without weight decay, the head at its own learning rate, both falling linearly to zero.
