@@ -59,6 +59,7 @@ bench: $(STAMP)
 
 figures: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python docs/figures/accounting.py
+	OMP_NUM_THREADS=1 $(BIN)/python docs/figures/longcontext.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -34,7 +34,7 @@ def test_the_readme_has_what_is_tested_here():
     assert {line.split()[1] for line in COMMANDS if line.startswith("dprc")} == {
         "--help", "calibrate", "epsilon", "plan", "fit", "validate", "report", "export", "bench",
     }  # fmt: skip
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
 
 
 @pytest.mark.parametrize("target", ["quickstart", "test", "test-gpu", "lint", "bench", "figures", "clean"])
@@ -74,6 +74,8 @@ def test_light_commands(command):
             "--devices 2 --tokens 64": "--devices 1 --tokens 16 --rounds 1",
             "--elements 4194304": "--elements 1000 --rounds 1",
             "--steps 1000": "--steps 50",
+            "--tokens 131072": "--tokens 4096",
+            "--sketch_dim 32 4096": "--sketch_dim 32 --rows 512 --other 64 --tokens 32",
         }
         given = next(words for words in short if words in command)
         command = command.replace(given, short[given])
@@ -82,12 +84,17 @@ def test_light_commands(command):
 
 def test_a_plan_for_a_folder_with_a_configuration():
     """Llama-3.2-1B by its numbers, with one of the rows."""
-    (command,) = [c for c in PLANS if "--model" in c]
+    (command,) = [c for c in PLANS if "--model" in c and "--memory" not in c]
     out = run(f"{command} --sketch_dim 64")
     # As the README shows them.
     for line in out.splitlines():
         if line.split()[:1] in (["64"], ["exact"]):
             assert re.sub(" +", " ", line.strip()) in re.sub(" +", " ", README)
+
+
+def test_a_plan_of_memory():
+    (command,) = [c for c in PLANS if "--memory" in c]
+    assert "pick: nothing needs to be set" in run(command.replace("--tokens 32768", "--tokens 1024"))
 
 
 @pytest.mark.data
@@ -129,7 +136,7 @@ def test_commands_on_the_articles(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("example", EXAMPLES, ids=["own_module", "own_loop", "own_rule"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["own_module", "own_loop", "long_context", "own_rule"])
 def test_examples(example, tmp_path, capsys):
     with contextlib.chdir(tmp_path):
         exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
@@ -137,6 +144,8 @@ def test_examples(example, tmp_path, capsys):
     if "class Regression" in example:
         report = read_report(tmp_path / "my_run")
         assert report["steps"] == 40 and 3.9 < report["epsilon"]["upper"] <= 4.0
+    elif "causal_lm_losses" in example:
+        assert len(re.findall(r"tensor\(\[", said)) == 2
     elif "register_rule" in example:
         assert re.search(r"tensor\(\[[0-9., ]+\]\)", said)
     else:
