@@ -1,6 +1,7 @@
 """How the private run of a module begins, is remembered in checkpoints, and ends: all but its steps."""
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,7 +239,11 @@ class RunLifecycle(pl.LightningModule):
         precision = str(self.trainer.precision)
 
         def choose() -> "Pick":
-            found = pick(self, replace(device, limit_bytes=-least), precision=precision, buckets=buckets)
+            def tell(line: str) -> None:
+                print(f"performance.memory={setting}: {line}", file=sys.stderr, flush=True)
+
+            within = replace(device, limit_bytes=-least)
+            found = pick(self, within, precision=precision, buckets=buckets, progress=tell)
             if not found.fits:
                 raise ConfigurationError([found.problem()])
             return found

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dprc_lightning.errors import (
     InvalidArgumentError,
@@ -319,3 +319,32 @@ def clipped_backward(
     finally:
         state.abort()
     return factors
+
+
+def accumulate_in_float32(parameter: nn.Parameter) -> None:
+    """The sum of clipped gradients stays in float32 until the noise is in it.
+
+    Guarantee: rounding the sum to bfloat16 BEFORE the noise moves it, for one more record, by more than that record's
+    clipped norm; after the noise it is post-processing.
+
+    Args:
+        parameter: Any dtype.
+
+    Raises:
+        UnclippedGradientError: It holds a gradient in half precision.
+        UnsupportedModuleError: This torch cannot.
+    """
+    if parameter.dtype is not torch.bfloat16:
+        return
+    if not hasattr(parameter, "grad_dtype"):
+        raise UnsupportedModuleError(
+            f"bfloat16 parameters need a torch whose gradients may have another dtype; {torch.__version__} has none "
+            "(Tensor.grad_dtype); update torch, or keep float32 parameters and use bf16-mixed"
+        )
+    if parameter.grad is None:
+        parameter.grad_dtype = torch.float32
+    elif parameter.grad.dtype is not torch.float32:
+        raise UnclippedGradientError(
+            "a bfloat16 parameter holds a gradient in bfloat16 from an earlier step; call zero_grad(set_to_none=True) "
+            "after each step"
+        )

@@ -4,7 +4,8 @@ from dprc_lightning.strategies.ddp import PrivateDDPStrategy
 from dprc_lightning.strategies.deepspeed import PrivateDeepSpeedStrategy
 from dprc_lightning.strategies.fsdp import PrivateFSDPStrategy
 from dprc_lightning.strategies.fsdp2 import PrivateFSDP2Strategy
-from dprc_lightning.strategies.private import NoiseHook, PrivateStrategy
+from dprc_lightning.strategies.noise_hook import NoiseHook
+from dprc_lightning.strategies.private import PrivateStrategy
 from dprc_lightning.strategies.single import PrivateSingleDeviceStrategy
 
 __all__ = [
