@@ -349,13 +349,17 @@ class PerformanceConfig:
         from dprc_lightning.sketch import BLOCK_ROWS
 
         chunk = self.mlp_chunk
-        if chunk is not None and (isinstance(chunk, bool) or chunk < 1 or chunk % BLOCK_ROWS):
+        whole = isinstance(chunk, int) and not isinstance(chunk, bool)
+        if chunk is not None and not (whole and chunk >= 1 and chunk % BLOCK_ROWS == 0):
             found.append(f"performance.mlp_chunk={chunk}: expected a multiple of {BLOCK_ROWS} tokens, or null")
         for name in ("lean_norms", "offload_checkpoints"):
             if not isinstance(getattr(self, name), bool):
                 found.append(f"performance.{name}={getattr(self, name)}: expected true or false")
         found += self._memory_problems()
-        if self.projection_memory is not None and not 0 <= self.projection_memory < math.inf:
+        kept = self.projection_memory
+        if kept is not None and not (
+            isinstance(kept, int | float) and not isinstance(kept, bool) and 0 <= kept < math.inf
+        ):
             found.append(
                 f"performance.projection_memory={self.projection_memory}: expected finite GiB >= 0, or null to keep all"
             )

@@ -83,6 +83,21 @@ class CheckpointOffload:
                 "checkpoint_wrapper), so there is nothing to move; turn one of them on first, or leave it out",
             )
 
+    def check(self) -> None:
+        """Whether anything is checkpointed now: Hugging Face's models do so in training mode alone.
+
+        Raises:
+            InvalidArgumentError: Nothing is.
+        """
+        modules = [module for module, *_ in self._wrapped]
+        if not any(module.training or type(module).__name__ == "CheckpointWrapper" for module in modules):
+            raise InvalidArgumentError(
+                "offload_checkpoints",
+                True,
+                "the model is in eval mode, in which Hugging Face's checkpoint nothing (from_pretrained leaves it so); "
+                "call model.train()",
+            )
+
     def remove(self) -> None:
         """Put back what was there; twice changes nothing."""
         for module, name, function, wrapped in self._wrapped:

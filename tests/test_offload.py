@@ -166,3 +166,21 @@ class TestRefusals:
             trainer(tmp_path).fit(module, datamodule=ToyData())
         (problem,) = PerformanceConfig(offload_checkpoints="host").problems()
         assert problem == "performance.offload_checkpoints=host: expected true or false"
+
+
+def test_a_model_in_eval_mode_checkpoints_nothing():
+    """`from_pretrained` returns one; nothing would be moved, and nothing saved."""
+    model = SHAPE.build().eval()
+    handle = attach(model, "hutchinson", 4, seed=0, check_isolation=False, offload_checkpoints=True)
+    with pytest.raises(
+        InvalidArgumentError, match=r"offload_checkpoints=True: the model is in eval mode.*call model.train"
+    ):
+        handle.begin_step()
+    model.train()
+    handle.begin_step()
+
+
+@pytest.mark.parametrize("name", ["offload_checkpoints", "lean_norms"])
+def test_flags_are_true_or_false(name):
+    with pytest.raises(InvalidArgumentError, match=f"{name}='no': expected True or False"):
+        attach(SHAPE.build(), **{name: "no"})

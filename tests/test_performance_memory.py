@@ -208,6 +208,21 @@ class TestRefusals:
         (line,) = PerformanceConfig(memory=1.0, physical_batch_size=None, max_tokens=64).problems()
         assert "performance.max_tokens=64 alone allows as many records of one token" in line
 
+    def test_a_largest_batch_of_another_size(self):
+        class Wrong(LlamaModule):
+            def largest_batch(self, records):
+                return super().largest_batch(1)
+
+        module = Wrong(privacy(estimator="auto", sketch_dim=4), PerformanceConfig(physical_batch_size=2, memory=1.0))
+        with pytest.raises(ConfigurationError, match=r"Wrong.largest_batch: .* shape \(1,\) for a batch of records=2"):
+            pick(module, gpu(GIB))
+
+    def test_eval_mode_is_told_where_nothing_fits(self):
+        module = llama()
+        assert "call train()" not in pick(module, gpu(1)).problem()
+        module.eval()
+        assert "call train() on the model, which can then checkpoint" in pick(module, gpu(1)).problem()
+
     def test_nothing_fits(self, tmp_path):
         module = llama({"memory": 1e-4}, tokens=64)
         with pytest.raises(ConfigurationError) as caught:

@@ -15,6 +15,7 @@ from dprc_lightning.activation_checkpointing import ActivationCheckpointing
 from dprc_lightning.bench.meta import META
 from dprc_lightning.bench.simulate import MetaStep, run_on_meta
 from dprc_lightning.clipping import attach
+from dprc_lightning.errors import LossShapeError
 
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
@@ -29,6 +30,7 @@ class ModuleStep:
         batch: A micro-batch, anywhere.
         settings: For `dprc_lightning.clipping.attach`.
         checkpointing: Whether activation checkpointing is turned on first, see `ActivationCheckpointing`.
+        records: How many the batch was to have.
         precision: The trainer's. ``bf16-mixed`` runs in float32, for the meta device has no autocast: see `simulate`.
     """
 
@@ -37,6 +39,7 @@ class ModuleStep:
     batch: Any
     settings: Mapping[str, Any]
     checkpointing: bool = False
+    records: int | None = None
     precision: str = "32-true"
 
     def simulate(self) -> dict[str, Any]:
@@ -53,6 +56,16 @@ class ModuleStep:
         if self.checkpointing:
             ActivationCheckpointing(model)
         batch = _on_meta(self.batch, dtype)
+
+        def losses() -> Tensor:
+            found: Tensor = getattr(model, self.loss)(batch)
+            if self.records is not None and tuple(found.shape) != (self.records,):
+                raise LossShapeError(
+                    f"{self.loss} gave losses of shape {tuple(found.shape)} for a batch of records={self.records}; one "
+                    "loss for each record is needed"
+                )
+            return found
+
         settings = {**self.settings, "check_isolation": False}
         with _default_dtype(dtype):
             found = run_on_meta(
@@ -60,7 +73,7 @@ class ModuleStep:
                     model=model,
                     tried=self.module,
                     inputs=tensors_of(batch),
-                    losses=lambda: getattr(model, self.loss)(batch),
+                    losses=losses,
                     prepare=lambda projections: attach(model, **settings, projections=projections),
                     projection=settings.get("projection", "gaussian"),
                     sketch_dim=settings.get("sketch_dim", 32),

@@ -90,8 +90,12 @@ def attach(
             that is attached already or compiled.
     """
     _check_arguments(estimator, sketch_dim, projection, unused, on_nonfinite, norm_slack)
-    if projection_memory is not None and not 0.0 <= projection_memory < math.inf:
+    number = isinstance(projection_memory, int | float) and not isinstance(projection_memory, bool)
+    if projection_memory is not None and not (number and 0.0 <= projection_memory < math.inf):
         raise InvalidArgumentError("projection_memory", projection_memory, "expected finite GiB >= 0, or None for all")
+    for name, flag in (("lean_norms", lean_norms), ("offload_checkpoints", offload_checkpoints)):
+        if not isinstance(flag, bool):
+            raise InvalidArgumentError(name, flag, "expected True or False")
     if projections is None:
         if key is None:
             key = secrets.token_bytes(32) if seed is None else derive(bytes(32), "attach seed", seed)

@@ -147,6 +147,8 @@ class ClippingHandle:
                 share P. Default: one more than the last.
         """
         self._check_attached()
+        if self._offload is not None:
+            self._offload.check()
         self._explicit_steps = True
         self._advance(index)
         self._refresh()

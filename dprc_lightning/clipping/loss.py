@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dprc_lightning.errors import InvalidArgumentError, UnsupportedModuleError
+from dprc_lightning.errors import InvalidArgumentError, LossShapeError, UnsupportedModuleError
 from dprc_lightning.layers.lm_head import TokenLoss, head_losses, remembering_norms
 
 
@@ -75,42 +75,66 @@ def causal_lm_losses(
         [B], float32.
 
     Raises:
-        InvalidArgumentError: reduction or label_smoothing is not one of the above.
+        InvalidArgumentError: reduction or label_smoothing is not one of the above, or a label is no token.
+        LossShapeError: There is not one label for each token.
         UnsupportedModuleError: The model has no such head, or does more with its logits.
     """
     if reduction not in ("mean", "sum"):
         raise InvalidArgumentError("reduction", reduction, "expected mean or sum, of a record's own tokens")
-    if not (math.isfinite(label_smoothing) and 0.0 <= label_smoothing < 1.0):
+    number = isinstance(label_smoothing, int | float) and math.isfinite(label_smoothing)
+    if not (number and 0.0 <= label_smoothing < 1.0):
         raise InvalidArgumentError("label_smoothing", label_smoothing, "expected a number in [0, 1)")
-    head = model.get_output_embeddings()
     remedy = "make the loss with causal_lm_loss(logits, labels)"
-    if not isinstance(head, nn.Linear):
+    if not hasattr(model, "get_output_embeddings"):
         raise UnsupportedModuleError(
-            f"causal_lm_losses: the model's head is a {type(head).__name__}, not a linear layer; {remedy}"
+            f"causal_lm_losses: a {type(model).__name__} has no get_output_embeddings; give it the Hugging Face model, "
+            f"or {remedy}"
         )
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise UnsupportedModuleError(f"causal_lm_losses: the model's head is a {kind}, not a torch.nn.Linear; {remedy}")
+    if labels.ndim != 2:
+        raise LossShapeError(f"causal_lm_losses: labels of shape {tuple(labels.shape)}; expected [B, T]")
     made: list[Tensor] = []
     versions: list[int] = []
     config = model.config
     cap = getattr(config, "final_logit_softcapping", None)
     # The last position predicts nothing.
     targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    outside = (targets != ignore_index) & ((targets < 0) | (targets >= head.out_features))
+    if not targets.is_meta and bool(outside.any()):
+        raise InvalidArgumentError(
+            "labels", "<private>", f"expected tokens, 0 to {head.out_features - 1}, or ignore_index={ignore_index}"
+        )
     loss = TokenLoss(targets, reduction == "mean", label_smoothing, cap, ignore_index)
 
     def forward(hidden: Tensor) -> Tensor:
         made.append(head_losses(head, hidden, loss))
-        versions.append(made[0]._version)
+        versions.append(_version(made[0]))
         return made[0]
 
     with _instead(head, "forward", forward), _without_cap(config, cap), remembering_norms(head):
-        found = model(**inputs).logits
+        output = model(**inputs)
+    found = getattr(output, "logits", None)
+    if found is None:
+        raise UnsupportedModuleError(
+            f"causal_lm_losses: {type(model).__name__} returned a {type(output).__name__} without logits; leave "
+            f"return_dict out, or {remedy}"
+        )
     # Engines hang their hooks on the output of a module, so it need not be the same object.
     same = len(made) == 1 and found.shape == made[0].shape and found.data_ptr() == made[0].data_ptr()
-    if not same or made[0]._version != versions[0]:
+    if not same or _version(made[0]) != versions[0]:
         raise UnsupportedModuleError(
             f"causal_lm_losses: {type(model).__name__} changes the output of its head, or does not call it once; "
             f"{remedy}"
         )
     return found
+
+
+def _version(tensor: Tensor) -> int:
+    # Evaluation under inference_mode counts no writes, and trains nothing.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager

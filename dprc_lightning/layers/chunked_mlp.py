@@ -67,7 +67,7 @@ class ChunkedMLPRule(LayerRule):
 
     def __init__(self, chunk: int) -> None:
         super().__init__()
-        if chunk < 1 or chunk % BLOCK_ROWS:
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % BLOCK_ROWS:
             raise InvalidArgumentError("mlp_chunk", chunk, f"expected a multiple of {BLOCK_ROWS} tokens, or None")
         self._chunk = chunk
         self._mlps: dict[nn.Module, MLP] = {}

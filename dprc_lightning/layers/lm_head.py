@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dprc_lightning.errors import StepOrderError, UnsupportedModuleError
+from dprc_lightning.errors import LossShapeError, StepOrderError, UnsupportedModuleError
 from dprc_lightning.layers.normed import HeadInput
 from dprc_lightning.layers.tracker import ParameterTracker, Uses, terms_of
 from dprc_lightning.layers.tracking import ATTRIBUTE, PassState, active, parameter_in_use
-from dprc_lightning.layers.use import hand_over, norms_of, wide_dtype
+from dprc_lightning.layers.use import hand_over, interleaves, norms_of, wide_dtype
 from dprc_lightning.sketch import BLOCK_ROWS, Factors, weighted_sum
 
 
@@ -223,14 +223,25 @@ def _add_norms(state: PassState, entry: _Tracked, grad_losses: Tensor, hidden: T
         )
     entry.uses = state.uses_of(entry, tracker)
     factor = grad_losses.float()
-    if not entry.parts:
-        return
-    terms, now = torch.stack(entry.terms, dim=1), torch.stack(entry.now, dim=1)
+    if entry.parts:
+        terms, now = torch.stack(entry.terms, dim=1), torch.stack(entry.now, dim=1)
+    else:
+        # A micro-batch without a record: its use is counted all the same.
+        terms, now = (hidden.new_zeros((rows, 0), dtype=torch.float32) for rows in (3, 2))
+        entry.parts.append(_nothing(tracker, state, hidden))
     tracker.merge_terms(terms[0] * factor.abs(), terms[1], terms[2])
     state.witness(entry, tracker, hidden, torch.stack([now[0] * factor.abs(), now[1] * factor]))
     part = torch.cat(entry.parts)
     part = part * factor.to(part.dtype).view(-1, *[1] * (part.ndim - 1))
     state.accumulate(tracker.add_vector(part.float()) if tracker.kind == "vector" else tracker.add_part(part))
+
+
+def _nothing(tracker: ParameterTracker, state: PassState, hidden: Tensor) -> Tensor:
+    """What no record adds."""
+    if tracker.kind == "vector":
+        return hidden.new_zeros((0, *tracker.shape))
+    left, right = (hidden.new_zeros((0, 1, size)) for size in tracker.matrix_shape)
+    return tracker.part(Factors(left, right, tracker.matrix_shape), state.projections)
 
 
 def _weight_gradients(
@@ -247,9 +258,13 @@ def _weight_gradients(
     source = HeadInput(hidden, ctx.recipe)
     of_weight, of_bias = tracked.get("weight"), tracked.get("bias")
     total = of_weight.uses.total if of_weight is not None and of_weight.uses is not None else None
+    if total is None and of_weight is not None and interleaves(scales, of_weight.uses):
+        total = weight.new_zeros(weight.shape, dtype=torch.float64)
     total_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
     nows: dict[str, list[Tensor]] = {name: [] for name in tracked}
     for i, gradient in enumerate(grad_losses.tolist()):
+        # A record that is left out reaches no sum, also where its loss is infinite.
+        scale = scales[i] * gradient if scales[i] != 0.0 else 0.0
         sums = {name: _Sums(hidden.device) for name in tracked}
         for rows in _blocks(hidden.shape[1]):
             h = source.rows(i, rows)
@@ -257,11 +272,11 @@ def _weight_gradients(
             assert dz is not None
             use = Factors(dz.unsqueeze(0), h.unsqueeze(0), (dz.shape[1], h.shape[1]))
             if ctx.needs_input_grad[1]:
-                total = weighted_sum(use, [scales[i] * gradient], wide, total)
+                total = weighted_sum(use, [scale], wide, total)
             if of_weight is not None:
                 sums["weight"].add(*_terms(of_weight.tracker, use))
-            if total_bias is not None and scales[i] * gradient != 0.0:
-                total_bias.add_(dz.sum(0, dtype=wide), alpha=scales[i] * gradient)
+            if total_bias is not None and scale != 0.0:
+                total_bias.add_(dz.sum(0, dtype=wide), alpha=scale)
             if of_bias is not None:
                 sums["bias"].add(*_vector_terms(of_bias.tracker, dz))
         for name in tracked:
@@ -270,8 +285,8 @@ def _weight_gradients(
         total = torch.zeros_like(weight, dtype=wide)
     for name, entry in tracked.items():
         assert state is not None
-        if nows[name]:
-            state.witness(entry, entry.tracker, hidden, torch.stack(nows[name], dim=1))
+        now = torch.stack(nows[name], dim=1) if nows[name] else hidden.new_zeros((2, 0), dtype=torch.float32)
+        state.witness(entry, entry.tracker, hidden, now)
     if of_weight is not None and of_weight.uses is not None:
         of_weight.uses.total = total
         total = hand_over(of_weight.tracker, of_weight.uses)
@@ -296,13 +311,22 @@ def head_losses(head: nn.Linear, hidden: Tensor, loss: TokenLoss) -> Tensor:
         [B], float32.
 
     Raises:
+        LossShapeError: There is not one label for each hidden state.
         UnsupportedModuleError: The head's norms cannot be had in parts.
     """
+    if hidden.shape[:-1] != loss.targets.shape:
+        raise LossShapeError(
+            f"causal_lm_losses: labels of shape {tuple(loss.targets.shape)} for hidden states of shape "
+            f"{tuple(hidden.shape)}; give one label for each token of each record, and leave logits_to_keep out"
+        )
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         hidden = hidden.to(torch.get_autocast_dtype(device_type))
     weight, bias = parameter_in_use(head, "weight"), parameter_in_use(head, "bias")
     assert weight is not None
+    if not torch.is_grad_enabled():
+        # Then no gradient is made beside the losses.
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     state, of_weight, of_bias, anchor = None, None, None, None
     if ATTRIBUTE in head.__dict__:
         for name in ("weight", "bias"):

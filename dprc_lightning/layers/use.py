@@ -4,6 +4,7 @@ Layers that make their activations anew, some tokens at a time, have their facto
 in the record's gradient, so the parts of a use add up before anything is squared, as the uses of a tied weight do.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,8 +62,10 @@ class MatrixUse:
             self._seen = now if self._seen is None else self._seen + now
         if not state.taking_norms:
             total = self._total if self._uses is None else self._uses.total
-            weights = state.weights(use.right.shape[0])
-            total = weighted_sum(use, weights, wide_dtype(tracker.parameter), total)
+            weights, wide = state.weights(use.right.shape[0]), wide_dtype(tracker.parameter)
+            if total is None and interleaves(weights, self._uses, in_parts=self._in_parts):
+                total = use.right.new_zeros(use.shape, dtype=torch.float64)
+            total = weighted_sum(use, weights, wide, total)
             if self._uses is None:
                 self._total = total
             else:
@@ -93,7 +96,7 @@ class MatrixUse:
             return None
         if self._uses is None:
             assert self._total is not None
-            return self._total.view(tracker.shape)
+            return self._total.view(tracker.shape).to(wide_dtype(tracker.parameter))
         return hand_over(tracker, self._uses)
 
 
@@ -112,7 +115,27 @@ def hand_over(tracker: ParameterTracker, uses: Uses) -> Tensor | None:
         return None
     total, uses.total = uses.total, None
     assert total is not None
-    return tracker.produced(total.view(tracker.shape))
+    return tracker.produced(total.view(tracker.shape).to(wide_dtype(tracker.parameter)))
+
+
+def interleaves(weights: Sequence[float], uses: Uses | None, *, in_parts: bool = False) -> bool:
+    """Whether terms of other records come into a sum before one record's own are complete.
+
+    Guarantee: then the sum must be float64. A record whose terms cancel may have partial sums of up to C / (6 * 2^-24)
+    (the floor of its norm, `dprc_lightning.layers.tracker.rounding_share`, admits no larger ones), beside which float32
+    would lose what the others add: their contributions, up to C each, would depend on that record. In float64 what is
+    lost is 2^-29 of it. Where each record's terms come one after the other nothing can be lost so.
+
+    Args:
+        weights: One per record.
+        uses: What the uses of the parameter share; None in a backward that is none of ours.
+        in_parts: Whether a use comes in parts along its positions, each of all records.
+
+    Returns:
+        Whether they do.
+    """
+    several = sum(weight != 0.0 for weight in weights) > 1
+    return several and (in_parts or (uses is not None and uses.count > 1))
 
 
 class VectorUse:
@@ -127,9 +150,11 @@ class VectorUse:
     def __init__(self, state: "PassState", ctx: Any, tracker: ParameterTracker) -> None:
         self._state, self._ctx, self._tracker = state, ctx, tracker
         self._seen: Tensor | None = None
+        self._sizes: list[Tensor] = []
         self._per_record: Tensor | None = None
         self._total: Tensor | None = None
         self._output_gradient: Tensor | None = None
+        self._uses = state.uses_of(ctx, tracker)
 
     def add(self, output_gradient: Tensor, per_position: Tensor) -> None:
         """One part arrived.
@@ -157,16 +182,18 @@ class VectorUse:
         sizes = norms_of(entries, tuple(range(entries.ndim - max(dims, 1), entries.ndim)))
         flat = sizes.flatten(1) if positions else sizes.unsqueeze(1)
         if state.taking_norms:
-            tracker.add_terms(flat)
+            # Looked at as a whole: where the parts are cut may depend on how many records there are.
+            self._sizes.append(flat)
         now = torch.stack([flat.sum(1), tracker.vector_functional(part)])
         self._seen = now if self._seen is None else self._seen + now
-        self._per_record = part if self._per_record is None else self._per_record + part
+        # However many parts there are: their sum adds no rounding.
+        self._per_record = part.double() if self._per_record is None else self._per_record.add_(part)
 
     def finish(self) -> Tensor | None:
         """All parts have come.
 
         Returns:
-            The gradient, of the parameter's shape and at least float32; None in the norm pass.
+            As `MatrixUse.finish`.
         """
         state, tracker = self._state, self._tracker
         if state.isolating or self._output_gradient is None:
@@ -176,6 +203,7 @@ class VectorUse:
         state.witness(self._ctx, tracker, self._output_gradient, self._seen)
         per_record, dims = self._per_record, len(tracker.shape)
         if state.taking_norms:
+            tracker.add_terms(torch.cat(self._sizes, dim=1))
             value = per_record.float()
             state.accumulate(tracker.add_vector(value.unsqueeze(-1) if dims == 0 else value))
             return None
@@ -183,7 +211,11 @@ class VectorUse:
         kept = [i for i, weight in enumerate(weights) if weight != 0.0]
         factors = torch.tensor([weights[i] for i in kept], dtype=per_record.dtype, device=per_record.device)
         chosen = per_record if len(kept) == len(weights) else per_record[kept]
-        return tracker.produced((factors.view(-1, *[1] * dims) * chosen).sum(0))
+        total = (factors.view(-1, *[1] * dims) * chosen).sum(0)
+        assert self._uses is not None
+        # Float64 by itself (`interleaves`): one record's vectors are small.
+        self._uses.total = total if self._uses.total is None else self._uses.total.add_(total)
+        return hand_over(tracker, self._uses)
 
 
 def norms_of(value: Tensor, dim: int | tuple[int, ...]) -> Tensor:

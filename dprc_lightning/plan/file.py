@@ -157,6 +157,10 @@ class FileSettings:
         Raises:
             ConfigurationError: The model says nothing of its largest batch, or of what `device` refuses.
         """
+        if self.privacy.baseline_without_privacy:
+            raise ConfigurationError([
+                "privacy.baseline_without_privacy=True: the flags belong to the layers of a private run; leave it out"
+            ])
         device = self.device(memory)
         if module is None:
             progress(f"building {self.name} without its weights")

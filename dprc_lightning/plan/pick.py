@@ -10,7 +10,7 @@ import torch
 
 from dprc_lightning.activation_checkpointing import checkpointable
 from dprc_lightning.bench.module_step import ModuleStep, shortened, tokens_of
-from dprc_lightning.errors import ConfigurationError, DPRCError, InvalidArgumentError
+from dprc_lightning.errors import ConfigurationError, DPRCError, InvalidArgumentError, LossShapeError
 from dprc_lightning.layers.chunked_mlp import ChunkedMLPRule
 from dprc_lightning.offload import checkpoints_activations
 from dprc_lightning.plan.memory import GIB, HEADER, MemoryRow, chunk_for, describe
@@ -72,6 +72,8 @@ class Pick:
     records: int
     tokens: int
     rows: tuple[MemoryRow, ...]
+    in_eval_mode: bool = False
+    """Whether the model could checkpoint its activations if it were in training mode."""
 
     @property
     def fits(self) -> bool:
@@ -90,10 +92,11 @@ class Pick:
     def problem(self) -> str:
         """Why there is no choice, in one line with the remedies."""
         least = min(self.rows, key=lambda row: row.total_bytes)
+        train = "call train() on the model, which can then checkpoint; " if self.in_eval_mode else ""
         return (
             f"{self._setting()}: nothing fits; the least is {_gib(least)} for {self._step()} {_WITH}, with "
-            f"{_words(least.flags)}; lower performance.physical_batch_size, shorten the records, train LoRA, or share "
-            "the model among ranks (trainer.strategy=dprc_fsdp2, without performance.memory)"
+            f"{_words(least.flags)}; {train}lower performance.physical_batch_size, shorten the records, train LoRA, or "
+            "share the model among ranks (trainer.strategy=dprc_fsdp2, without performance.memory)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def pick(
         flags = queue.pop(0)
         progress(f"simulating {describe(flags)}")
         try:
-            found = [_simulate(module, batch, flags, precision) for _, batch in batches]
+            found = [_simulate(module, records, batch, flags, precision) for records, batch in batches]
         except InvalidArgumentError as error:
             if error.name not in flags:
                 raise ConfigurationError([f"performance.{error}"]) from None
@@ -181,7 +184,8 @@ def pick(
         rows.append(_row(module, device, flags, found, base, precision, buckets))
         if rows[-1].fits(device.limit_bytes):
             break
-    return Pick(device, batches[0][0], tokens, tuple(rows))
+    parts = checkpointable(module)
+    return Pick(device, batches[0][0], tokens, tuple(rows), bool(parts) and not any(part.training for part in parts))
 
 
 def _row(
@@ -273,7 +277,9 @@ def _largest_batch(module: "RunLifecycle", records: int) -> Any:
     return found.largest_batch(records)
 
 
-def _simulate(module: "RunLifecycle", batch: Any, flags: Mapping[str, Any], precision: str) -> dict[str, Any]:
+def _simulate(
+    module: "RunLifecycle", records: int, batch: Any, flags: Mapping[str, Any], precision: str
+) -> dict[str, Any]:
     attached = {name: value for name, value in flags.items() if name != "checkpointing"}
     step = ModuleStep(
         module,
@@ -281,10 +287,13 @@ def _simulate(module: "RunLifecycle", batch: Any, flags: Mapping[str, Any], prec
         batch,
         {**module.attach_settings(), **attached},
         checkpointing="checkpointing" in flags,
+        records=records,
         precision=precision,
     )
     try:
         return step.simulate()
+    except LossShapeError as error:
+        raise ConfigurationError([f"{type(module).__name__}.largest_batch: {error}"]) from None
     except DPRCError:
         raise
     except Exception as error:

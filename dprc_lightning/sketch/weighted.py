@@ -7,9 +7,6 @@ from torch import Tensor
 
 from dprc_lightning.sketch.factors import BLOCK_ROWS, Factors
 
-LOOP_FROM_ROWS = 64
-"""From this many rows per record on, one product per record costs no more than one product of all records."""
-
 SLAB = 2**24
 """Entries of the temporary products that are added to a larger sum: 64 MiB of float32."""
 
@@ -27,14 +24,18 @@ def weighted_sum(
     ``(min(rows, BLOCK_ROWS) + blocks + 1) * 2^-24`` of the sum of its terms' norms, which the norm's floor covers
     (`dprc_lightning.layers.tracker.rounding_share`); an embedding's rows are added in float64.
 
+    A record's blocks are added one after the other, no other record's in between. Terms of several records are made
+    in one product only where each has a single row, so that none can cancel within its record.
+
     Args:
-        use: Factors of any floating dtype; products and sums are made in ``dtype``.
+        use: Factors of any floating dtype; products are made in ``dtype``, and sums too unless ``total`` is wider.
         weights: One per record, finite.
         dtype: float32 or float64.
-        total: [n0, n1], ``dtype``, to which the sum is added in place: of other uses, or of the tokens before.
+        total: [n0, n1], ``dtype`` or wider, to which the sum is added in place: of other uses, or of the tokens before.
+            Float64 where records' terms come into it by turns (`dprc_lightning.layers.use.interleaves`).
 
     Returns:
-        [n0, n1], ``dtype``: ``total`` if it was given. Peak extra memory then: `SLAB` entries, or one row block.
+        [n0, n1], ``dtype``, or ``total`` if it was given. Peak extra memory then: `SLAB` entries, or one row block.
     """
     kept = [i for i, weight in enumerate(weights) if weight != 0.0]
     if not kept:
@@ -47,11 +48,11 @@ def weighted_sum(
         return total
     fresh = total is None
     if total is None:
-        if use.length < LOOP_FROM_ROWS:
+        if use.length == 1:
             left, right = _weighted(use, kept, weights, dtype)
             return left.mT @ right
         total = use.right.new_empty(use.shape, dtype=dtype)
-    if use.length < LOOP_FROM_ROWS:
+    if use.length == 1:
         _add_product(total, *_weighted(use, kept, weights, dtype), 1.0)
         return total
     for n, i in enumerate(kept):

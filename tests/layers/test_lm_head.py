@@ -11,7 +11,7 @@ from torch import nn
 from dprc_lightning import attach
 from dprc_lightning.bench.memory import LiveMemory
 from dprc_lightning.clipping import causal_lm_loss, causal_lm_losses
-from dprc_lightning.errors import InvalidArgumentError, StepOrderError, UnsupportedModuleError
+from dprc_lightning.errors import InvalidArgumentError, LossShapeError, StepOrderError, UnsupportedModuleError
 from dprc_lightning.layers import lm_head
 from dprc_lightning.sketch import weighted
 from dprc_lightning.sketch.projection import GaussianProjections
@@ -119,6 +119,120 @@ class TestFinalNorm:
         model, batch = made("tied")
         attach(model, "exact", lean_norms=False).begin_step()
         assert not self.kept_by_the_head(model, batch)
+
+
+class TestRecordsThatAreLeftOut:
+    """As with the head and the loss apart: what they hold reaches no sum, also through the losses' gradients."""
+
+    @pytest.mark.parametrize("estimator", ["exact", "hutchinson"])
+    @pytest.mark.parametrize("name", ["tied", "untied", "bias"])
+    def test_an_infinite_loss_is_dropped(self, name, estimator):
+        model, batch = made(name)
+        labels = batch["labels"].clone()
+        labels[-1] = -100
+        found = []
+        for rows in (slice(None), slice(-1)):
+            model, _ = made(name)
+            handle = attach(model, estimator, on_nonfinite="drop", check_isolation=False, **sketches(estimator))
+            handle.begin_step()
+            # The user's own mean: 0 / 0 for a record without a label.
+            given = {key: value[rows] for key, value in inputs(batch).items()}
+            sums = causal_lm_losses(model, labels[rows], reduction="sum", **given)
+            losses = sums / (labels[rows, 1:] != -100).sum(1)
+            norms = handle.norms(losses)
+            handle.clipped_backward(losses, max_grad_norm=0.1, norms=norms)
+            found.append((handle.dropped, [p.grad for p in handle.parameters]))
+        (dropped, with_it), (none, without) = found
+        assert (dropped, none) == (2, 1), "one has no label from the start"
+        for a, b in zip(with_it, without, strict=True):
+            assert a.isfinite().all() and float((a - b).abs().max()) <= 1e-6 * float(b.abs().max())
+
+    def test_a_micro_batch_without_a_record(self):
+        class Toy(nn.Module):
+            config = transformers.LlamaConfig()
+
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+            def get_output_embeddings(self):
+                return self.head
+
+            def forward(self, ids):
+                return transformers.modeling_outputs.CausalLMOutput(logits=self.head(self.embed(ids)))
+
+        model = Toy()
+        handle = attach(model, "hutchinson", 4)
+        handle.begin_step()
+        ids = torch.zeros((0, 9), dtype=torch.int64)
+        losses = causal_lm_losses(model, ids, ids=ids)
+        norms = handle.norms(losses)
+        assert norms.shape == (0,)
+        handle.clipped_backward(losses, max_grad_norm=1.0, norms=norms)
+        assert not model.head.weight.grad.any()
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+    @pytest.mark.parametrize("attached", [False, True])
+    def test_losses_alone(self, mode, attached):
+        model, batch = made("tied")
+        expected = whole(model, batch).detach()
+        if attached:
+            attach(model, "exact").begin_step()
+        with mode():
+            assert torch.allclose(in_blocks(model, batch), expected, rtol=1e-6)
+
+    def test_without_a_graph_no_gradient_is_made(self, monkeypatch):
+        model, batch = made("tied")
+        wanted = []
+        original = lm_head._block
+
+        def spy(*args, gradient):
+            wanted.append(gradient)
+            return original(*args, gradient=gradient)
+
+        monkeypatch.setattr(lm_head, "_block", spy)
+        with torch.no_grad():
+            in_blocks(model, batch)
+        assert wanted and not any(wanted)
+
+
+class TestLabels:
+    def test_of_another_shape(self):
+        model, batch = made("tied")
+        ids = batch["input_ids"]
+        for labels, more in (
+            (ids, {"logits_to_keep": 3}),
+            (torch.cat([ids, ids], 1), {}),
+            (torch.cat([ids, ids]), {}),
+            (ids[:1], {}),
+            (ids[:, :-1], {}),
+        ):
+            with pytest.raises(LossShapeError, match=r"labels of shape .* give one label for each token"):
+                causal_lm_losses(model, labels, input_ids=ids, **more)
+        with pytest.raises(LossShapeError, match=r"expected \[B, T\]"):
+            causal_lm_losses(model, ids[0], input_ids=ids)
+
+    @pytest.mark.parametrize("label", [-1, 40])
+    def test_outside_of_the_vocabulary(self, label):
+        model, batch = made("tied")
+        labels = batch["input_ids"].clone()
+        labels[0, 2] = label
+        with pytest.raises(InvalidArgumentError, match=r"labels=.*expected tokens, 0 to 39, or ignore_index=-100"):
+            causal_lm_losses(model, labels, input_ids=batch["input_ids"])
+        # The first one predicts nothing and is nobody's target.
+        labels[0, 2], labels[0, 0] = 0, label
+        assert causal_lm_losses(model, labels, input_ids=batch["input_ids"]).isfinite().all()
+
+    def test_a_model_that_returns_a_tuple_or_has_no_head(self):
+        model, batch = made("tied")
+        with pytest.raises(UnsupportedModuleError, match="returned a tuple without logits; leave return_dict out"):
+            in_blocks(model, batch, return_dict=False)
+        with pytest.raises(UnsupportedModuleError, match="a Linear has no get_output_embeddings"):
+            causal_lm_losses(nn.Linear(2, 2), batch["input_ids"])
+        with pytest.raises(InvalidArgumentError, match=r"label_smoothing='0.1'"):
+            in_blocks(model, batch, label_smoothing="0.1")
 
 
 def sketches(estimator):
@@ -284,7 +398,7 @@ class TestRefused:
     def test_a_head_that_is_not_linear(self):
         model, batch = made("untied")
         model.lm_head = nn.Sequential(model.lm_head)
-        with pytest.raises(UnsupportedModuleError, match="a Sequential, not a linear layer"):
+        with pytest.raises(UnsupportedModuleError, match="Sequential, not a torch.nn.Linear"):
             in_blocks(model, batch)
 
     @pytest.mark.parametrize("settings", [{"reduction": "none"}, {"label_smoothing": 1.0}])

@@ -227,7 +227,9 @@ class TestWhatIsKept:
         assert not_kept(sizes | {"f": 1}, 8) == {"b", "d", "f"}
 
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("lm_tied", "llama_checkpointed")], ids=str)
+    @pytest.mark.parametrize(
+        "case", [c for c in CASES if c.name in ("lm_tied", "llama_checkpointed")], ids=lambda case: case.name
+    )
     def test_norms_and_gradients_are_the_same(self, case, kind):
         """With all of P kept, none, and some; two micro-batches a step."""
         results, total = [], 0
