@@ -151,7 +151,7 @@ class TestTheFloor:
         x[:, tokens // 2 :] = x[:, : tokens // 2]
         a[:, tokens // 2 :] = -a[:, : tokens // 2] * (1 + 1e-4)
         norms = []
-        for records in (1, 8):
+        for records in (1, 16):
             inputs, factors = torch.ones(records, tokens, width), torch.full((records, tokens, width), 1e-3)
             inputs[:1], factors[:1] = x, a
             handle = attach(Alone(LlamaRMSNorm(width)), "exact", check_isolation=False, lean_norms=lean)
