@@ -191,11 +191,14 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--memory",
         type=float,
         metavar="GIB",
-        help="of the device: which memory flags it takes to fit, by simulation, in place of k; with --config, or with "
-        "--model and --tokens",
+        help="that may be used, nine tenths of a card, say: which memory flags it takes to fit, by simulation, in "
+        "place of k; with --config, or with --model and --tokens. The exit status is 1 if nothing fits",
     )
     plan.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="with --memory: of the parameters"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16",
+        help="of the parameters, with --memory (default: bfloat16)",
     )
     plan.add_argument("--format", choices=("table", "json"), default="table")
 

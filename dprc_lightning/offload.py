@@ -54,7 +54,7 @@ class CheckpointOffload:
     Guarantee: none is touched: every pass computes with the values that the forward had.
 
     Args:
-        model: Its checkpointing is set up already, by Hugging Face's ``gradient_checkpointing_enable`` or torch's
+        model: Its checkpointing is set up already, by Hugging Face's ``activation_checkpointing_enable`` or torch's
             ``checkpoint_wrapper``, and non-reentrant.
 
     Raises:
@@ -79,7 +79,7 @@ class CheckpointOffload:
             raise InvalidArgumentError(
                 "offload_checkpoints",
                 True,
-                "the model does not checkpoint its activations (gradient_checkpointing_enable, or torch's "
+                "the model does not checkpoint its activations (activation_checkpointing_enable, or torch's "
                 "checkpoint_wrapper), so there is nothing to move; turn one of them on first, or leave it out",
             )
 

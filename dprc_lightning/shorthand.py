@@ -7,6 +7,7 @@ import yaml
 from jsonargparse import get_loader, set_loader
 
 from dprc_lightning.config import PerformanceConfig
+from dprc_lightning.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     Performance = PerformanceConfig | Literal["auto"]
@@ -54,8 +55,15 @@ def performance_of(given: Performance) -> PerformanceConfig:
 
     Returns:
         The settings.
+
+    Raises:
+        InvalidArgumentError: Another word.
     """
-    return PerformanceConfig(memory="auto") if isinstance(given, str) else given
+    if given == AUTO:
+        return PerformanceConfig(memory="auto")
+    if not isinstance(given, PerformanceConfig):
+        raise InvalidArgumentError("performance", given, f"expected a PerformanceConfig, or {AUTO!r}")
+    return given
 
 
 def _load(text: str) -> Any:

@@ -8,6 +8,7 @@ from toy import privacy
 
 from dprc_lightning import PerformanceConfig
 from dprc_lightning.cli import main
+from dprc_lightning.errors import InvalidArgumentError
 from dprc_lightning.plan.file import FileSettings
 from dprc_lightning.shorthand import spelled_out
 
@@ -62,6 +63,10 @@ class TestTheShortForm:
     def test_in_python(self):
         assert LlamaModule(privacy(), "auto").performance == PerformanceConfig(memory="auto")
 
+    def test_other_words_in_python(self):
+        with pytest.raises(InvalidArgumentError, match="performance='off': expected a PerformanceConfig, or 'auto'"):
+            LlamaModule(privacy(), "off")
+
     def test_other_arguments_are_left_alone(self):
         given = ["fit", "--config", "auto", "--trainer.accelerator", "auto", "--performance", "file.yaml", "--x=auto"]
         assert spelled_out(given) == given
@@ -76,7 +81,7 @@ class TestTheShortForm:
 class TestPlanAndFit:
     def test_they_pick_the_same(self, write, capsys):
         file = write("performance: {memory: 1.0, physical_batch_size: 2}")
-        assert main(["plan", "--config", file, "--memory", "0.000001", "--format", "json"]) == 0
+        assert main(["plan", "--config", file, "--memory", "0.000001", "--format", "json"]) == 1
         rows = json.loads(capsys.readouterr().out)["rows"]
         assert len(rows) == 4, "on a CPU there is nothing to offload to"
         limit = (max(rows[1]["peak_bytes"], rows[1]["update_bytes"]) + rows[1]["optimizer_bytes"]) / GIB
@@ -103,10 +108,10 @@ class TestPlanAndFit:
     def test_what_a_gpu_could_offload(self, write, capsys):
         file = write("performance: {physical_batch_size: 2}")
         given = ["plan", "--config", file, "--trainer.accelerator", "auto", "--memory", "0.000001"]
-        assert main([*given, "--trainer.strategy", "dprc_ddp", "--format", "json"]) == 0
+        assert main([*given, "--trainer.strategy", "dprc_ddp", "--format", "json"]) == 1
         rows = json.loads(capsys.readouterr().out)["rows"]
         assert rows[-1]["flags"] == {"checkpointing": True, "mlp_chunk": 512, "offload_checkpoints": True}
-        assert main(given) == 0
+        assert main(given) == 1
         single = capsys.readouterr().out.split("\n")
         assert single[-2].startswith("performance.memory=1e-06: nothing fits; the least is ")
         assert single[2].split()[:3] == ["flags", "step", "GiB"] and len(single) == 11

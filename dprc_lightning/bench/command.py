@@ -139,7 +139,8 @@ def _bench_simulation(options: argparse.Namespace) -> int:
     from dprc_lightning.bench.simulate import SimulatedStep, compare, simulate
     from dprc_lightning.bench.step import StepShape
 
-    given = {name: getattr(options, name) for name in _OF_SIMULATION if name != "compare" and getattr(options, name)}
+    given = {name: getattr(options, name) for name in _OF_SIMULATION if name != "compare"}
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
     step = SimulatedStep(
         records=options.records,
         checkpointing=options.checkpointing,

@@ -11,11 +11,13 @@ gives tensors of the right shape whose storages have a size and no memory. `Cate
 * Rules that try a module's forward on numbers have done so on the same model with stand-ins for its weights.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,7 +97,11 @@ class SimulatedStep:
 
 
 def simulate(
-    step: SimulatedStep, progress: Callable[[str], None] = lambda _: None, kinds: Sequence[str] | None = None
+    step: SimulatedStep,
+    progress: Callable[[str], None] = lambda _: None,
+    kinds: Sequence[str] | None = None,
+    *,
+    later: bool = False,
 ) -> list[dict[str, Any]]:
     """The non-private step and the private one, with the same settings.
 
@@ -106,6 +112,7 @@ def simulate(
         step: The setting.
         progress: Called with what is about to run.
         kinds: Which of the steps, the first of them the base of the ratios; None for all.
+        later: Whether an earlier micro-batch of the logical step has left gradients and P.
 
     Returns:
         A row for each kind of step. Peak bytes: as `CategorisedMemory` counts them, and what they are made of; without
@@ -119,7 +126,7 @@ def simulate(
     for kind in kinds:
         progress(f"simulating T={step.tokens}: {kind}")
         began = time.process_time()
-        found = _simulate_one(step, kind)
+        found = _simulate_one(step, kind, later)
         base = rows[0] if rows else found
         ratios = {f"{name}_ratio": found[name] / base[name] for name in ("peak_bytes", "flops", "all_flops")}
         rows.append({"step": kind, "tokens": step.tokens, **found, **ratios, "seconds": time.process_time() - began})
@@ -135,14 +142,32 @@ def compare(step: SimulatedStep, progress: Callable[[str], None] = lambda _: Non
 
     Returns:
         The rows of `simulate`, with ``real_bytes``, ``real_host_bytes``, and ``difference``: simulated / real - 1.
+
+    Raises:
+        InvalidArgumentError: The machine has not the memory.
     """
     rows = simulate(step, progress)
+    largest, free = max(row["peak_bytes"] + row["host_bytes"] for row in rows), _free_memory()
+    if free is not None and largest > 0.9 * free:
+        raise InvalidArgumentError(
+            "--compare",
+            True,
+            f"the step at T={step.tokens} takes {largest / 2**30:.1f} GiB, and this machine has "
+            f"{free / 2**30:.1f} GiB free; lower --tokens, or leave it out",
+        )
     for row in rows:
         progress(f"running T={step.tokens}: {row['step']} on real tensors")
         live = run_real(step, row["step"])
         row["real_bytes"], row["real_host_bytes"] = live.peak, live.host_peak
         row["difference"] = row["peak_bytes"] / live.peak - 1.0
     return rows
+
+
+def _free_memory() -> int | None:
+    """Bytes that a new process may use; None where the system does not say."""
+    told = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable: +(\d+) kB$", told.read_text(), re.MULTILINE) if told.is_file() else None
+    return None if found is None else 1024 * int(found[1])
 
 
 def run_real(step: SimulatedStep, kind: str) -> LiveMemory:
@@ -209,7 +234,7 @@ def losses_closure(model: nn.Module, ids: Tensor, step: SimulatedStep) -> Callab
     return lambda: causal_lm_loss(model(input_ids=ids).logits, ids)
 
 
-def _simulate_one(step: SimulatedStep, kind: str) -> dict[str, Any]:
+def _simulate_one(step: SimulatedStep, kind: str, later: bool) -> dict[str, Any]:
     model = build(step, META)
     ids = torch.empty(step.records, step.tokens, dtype=torch.int64, device=META)
     return run_on_meta(
@@ -222,6 +247,7 @@ def _simulate_one(step: SimulatedStep, kind: str) -> dict[str, Any]:
             projection=step.projection,
             sketch_dim=step.sketch_dim,
             vocabulary=_vocabulary(model),
+            later=later,
         )
     )
 

@@ -53,7 +53,7 @@ def _checkpointing_problems(module: nn.Module) -> Iterator[str]:
         settings = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
         # Hugging Face's own default is non-reentrant, torch's is to be told.
         settings = {"use_reentrant": False, **settings}
-        how = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={!r})"
+        how = "activation_checkpointing_enable(activation_checkpointing_kwargs={!r})"
     elif type(module).__name__ == "CheckpointWrapper":
         settings = getattr(module.checkpoint_fn, "keywords", {})
         how = "checkpoint_wrapper with {!r}"

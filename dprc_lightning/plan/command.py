@@ -82,12 +82,12 @@ def _memory(options: argparse.Namespace) -> int:
     )
     limit = options.memory * 2**30
     found = memory_rows(step, limit, _tell)
+    fits = found[-1].fits(limit)
     if options.format == "json":
-        fits = found[-1].fits(limit)
         print(json.dumps({"rows": [asdict(row) for row in found], "pick": found[-1].flags if fits else None}))
     else:
         print(to_text(found, limit, step.tokens, step.records))
-    return 0
+    return 0 if fits else 1
 
 
 def _memory_of_file(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -103,7 +103,7 @@ def _memory_of_file(options: argparse.Namespace, overrides: Sequence[str]) -> in
     _tell("reading " + ", ".join(options.config))
     found = FileSettings(options.config, overrides).pick(options.memory, _tell)
     print(json.dumps(_pick_to_json(found)) if options.format == "json" else found.to_text())
-    return 0
+    return 0 if found.fits else 1
 
 
 def _pick_to_json(found: "Pick") -> dict[str, Any]:

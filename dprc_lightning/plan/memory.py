@@ -1,6 +1,6 @@
 """Which memory flags a model needs at a context: the cheapest set whose simulated step fits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,13 @@ class MemoryRow:
 
     Attributes:
         flags: Those that are on.
-        peak_bytes: Of one private step of one micro-batch, on the device, without optimizer.
+        peak_bytes: Of a later micro-batch of a private step, on the device: gradients and P are there already. Without
+            optimizer.
         optimizer_bytes: Adam's two states of each trainable parameter, in the parameter's own precision; where an
             engine has one, its copy of the gradients.
         host_bytes: What lies in the host's memory beside it.
         flops_ratio: All FLOPs, attention's too, over those of the first row.
-        update_bytes: Of the optimizer's step, without what `optimizer_bytes` counts; 0 if it is not looked at.
+        update_bytes: Of the optimizer's step, without what `optimizer_bytes` counts.
     """
 
     flags: dict[str, Any]
@@ -32,7 +33,7 @@ class MemoryRow:
     optimizer_bytes: int
     host_bytes: int
     flops_ratio: float
-    update_bytes: int = 0
+    update_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -116,19 +117,38 @@ def memory_rows(
     Returns:
         The rows; only the last may fit.
     """
-    trainable = sum(p.numel() for p in build(step, META).parameters() if p.requires_grad)
-    optimizer = 2 * trainable * DTYPES[step.dtype].itemsize
+    sizes = [(p.numel(), DTYPES[step.dtype].itemsize, p.requires_grad) for p in build(step, META).parameters()]
+    _, states, update = update_of(sizes)
     rows: list[MemoryRow] = []
     base = None
     for flags in candidates(step.tokens):
         off = {"checkpointing": False, "chunked_head": False, "mlp_chunk": None, "offload_checkpoints": False}
         progress(f"simulating {describe(flags)}")
-        (found,) = simulate(replace(step, **off | flags), kinds=[step.sketch_name])
+        (found,) = simulate(replace(step, **off | flags), kinds=[step.sketch_name], later=True)
         base = base or found["all_flops"]
-        rows.append(MemoryRow(flags, found["peak_bytes"], optimizer, found["host_bytes"], found["all_flops"] / base))
+        ratio = found["all_flops"] / base
+        rows.append(MemoryRow(flags, found["peak_bytes"], states, found["host_bytes"], ratio, update))
         if rows[-1].fits(limit_bytes):
             break
     return rows
+
+
+def update_of(parameters: Iterable[tuple[int, int, bool]]) -> tuple[int, int, int]:
+    """What Adam's update takes.
+
+    Args:
+        parameters: Of each its elements, bytes of one, and whether it trains.
+
+    Returns:
+        Bytes of the gradients, float32 or better until the noise is in them; of the two states, in the parameters' own
+        precision; and what lives in an update beside the states: it takes the root of one of them, on a GPU of all
+        parameters at once.
+    """
+    known = list(parameters)
+    trained = [(numel, size) for numel, size, trains in known if trains]
+    gradients = sum(numel * max(size, 4) for numel, size in trained)
+    states = sum(2 * numel * size for numel, size in trained)
+    return gradients, states, sum(numel * size for numel, size, _ in known) + gradients + states // 2
 
 
 def describe(flags: Mapping[str, Any]) -> str:
@@ -156,8 +176,8 @@ def to_text(rows: Sequence[MemoryRow], limit_bytes: float, tokens: int, records:
         Lines.
     """
     lines = [
-        f"memory of one private step, simulated: micro-batches of {records} x {tokens} tokens; the device has "
-        f"{limit_bytes / GIB:g} GiB",
+        f"memory of one private step, simulated: micro-batches of {records} x {tokens} tokens; at most "
+        f"{limit_bytes / GIB:g} GiB of the device may be used",
         "",
         HEADER,
         *(row.to_text(limit_bytes) for row in rows),
@@ -167,7 +187,8 @@ def to_text(rows: Sequence[MemoryRow], limit_bytes: float, tokens: int, records:
         return "\n".join([
             *lines,
             "",
-            "nothing fits: shorten the context, train LoRA (--lora 8), or share the model among ranks (dprc_fsdp2)",
+            "nothing fits: shorten the context, train LoRA (--lora 8), take a larger device, or share the model among "
+            "ranks (dprc_fsdp2)",
         ])
     settings = [
         *(["the model's activation_checkpointing_enable()"] if last.flags.get("checkpointing") else []),

@@ -13,7 +13,7 @@ from dprc_lightning.bench.module_step import ModuleStep, shortened, tokens_of
 from dprc_lightning.errors import ConfigurationError, DPRCError, InvalidArgumentError, LossShapeError
 from dprc_lightning.layers.chunked_mlp import ChunkedMLPRule
 from dprc_lightning.offload import checkpoints_activations
-from dprc_lightning.plan.memory import GIB, HEADER, MemoryRow, chunk_for, describe
+from dprc_lightning.plan.memory import GIB, HEADER, MemoryRow, chunk_for, describe, update_of
 
 if TYPE_CHECKING:
     # `fit` calls this file from within the module's own.
@@ -198,20 +198,17 @@ def _row(
     buckets: bool,
 ) -> MemoryRow:
     half = precision == "bf16-true"
-    sizes = [(p.numel(), 2 if half and p.is_floating_point() else p.element_size()) for p in module.parameters()]
-    trained = [(p.numel(), 2 if half else p.element_size()) for p in module.parameters() if p.requires_grad]
-    parameters = sum(numel * size for numel, size in sizes)
-    # The sum of clipped gradients stays in float32 until the noise is in it.
-    gradients = sum(numel * max(size, 4) for numel, size in trained)
-    states = sum(2 * numel * size for numel, size in trained)
+    gradients, states, update = update_of(
+        (p.numel(), 2 if half and p.is_floating_point() else p.element_size(), p.requires_grad)
+        for p in module.parameters()
+    )
     return MemoryRow(
         flags=flags,
         peak_bytes=max(one["peak_bytes"] + (one["host_bytes"] if device.is_host else 0) for one in found),
         optimizer_bytes=states + (gradients if buckets else 0),
         host_bytes=max(one["host_bytes"] for one in found),
         flops_ratio=found[0]["all_flops"] / base,
-        # Adam takes the root of one state, of all parameters at once on a GPU.
-        update_bytes=parameters + gradients + states // 2,
+        update_bytes=update,
     )
 
 

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dprc_lightning import attach
 from dprc_lightning.bench import categories
+from dprc_lightning.bench import simulate as simulate_module
 from dprc_lightning.bench.categories import CategorisedMemory
 from dprc_lightning.bench.memory import LiveMemory
 from dprc_lightning.bench.simulate import HALF_GRADIENTS, SimulatedStep, build, compare, losses_closure, simulate
@@ -263,6 +264,7 @@ class TestTheCommand:
             (["--simulate", "--strategy", "dprc_ddp"], "--strategy='dprc_ddp': goes without --simulate"),
             (["--simulate", "--sketch_dim", "1", "2"], "--sketch_dim=[1, 2]: expected one integer with --simulate"),
             (["--simulate", "--tied", "--model", LLAMA], "--tied=True: is for the small Llama"),
+            (["--simulate", "--model", LLAMA, "--lora", "0"], "--lora=0: expected a rank >= 1"),
             (["--simulate", "--mlp_chunk", "100"], "mlp_chunk=100: expected a multiple of 512 tokens"),
             (["--simulate", "--offload_checkpoints"], "offload_checkpoints=True: the model does not checkpoint"),
         ],
@@ -271,6 +273,21 @@ class TestTheCommand:
         assert main(["bench", "step", *arguments]) != 0
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error
+
+    def test_more_than_the_machine_has(self, monkeypatch):
+        """Before it is run: the system would end the process without a word."""
+        monkeypatch.setattr(simulate_module, "_free_memory", lambda: 10**4)
+        monkeypatch.setattr(simulate_module, "run_real", lambda *_: pytest.fail("it was run"))
+        with pytest.raises(InvalidArgumentError, match=r"--compare=True: the step at T=64 takes .* lower --tokens"):
+            compare(SimulatedStep(tokens=64, shape=SMALL))
+
+    def test_a_later_micro_batch_begins_with_gradients(self):
+        step = SimulatedStep(tokens=64, checkpointing=True, shape=SMALL)
+        kinds = [step.sketch_name]
+        (first,), (later,) = (simulate(step, kinds=kinds, later=which) for which in (False, True))
+        numel = sum(p.numel() for p in build(step, torch.device("meta")).parameters())
+        assert later["categories"]["gradients"] == FLOAT * numel
+        assert first["peak_bytes"] < later["peak_bytes"] <= first["peak_bytes"] + FLOAT * numel
 
     def test_values_out_of_range(self):
         for name, value in (("tokens", 0), ("records", -1), ("sketch_dim", 0), ("dtype", "float16")):
