@@ -2,11 +2,12 @@
 
 from dprc_lightning.layers.broadcast import BroadcastRule
 from dprc_lightning.layers.fallback import PerRecordRule
+from dprc_lightning.layers.instrumentation import ATTRIBUTE, Instrumentation
 from dprc_lightning.layers.recording import record
 from dprc_lightning.layers.registry import find_rule, register_rule, unregister_rule
 from dprc_lightning.layers.rule import LayerRule, restore_class
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import ATTRIBUTE, Instrumentation, Mode, PassState, Shown
+from dprc_lightning.layers.tracking import Mode, PassState, Shown
 
 __all__ = [
     "ATTRIBUTE",

@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from dprc_lightning.errors import UnsupportedModuleError
+from dprc_lightning.layers.instrumentation import instrumentation
 from dprc_lightning.layers.recording import per_record_parameter
 from dprc_lightning.layers.rule import LayerRule, replaced_parameters
-from dprc_lightning.layers.tracking import instrumentation
 
 
 class BroadcastRule(LayerRule):

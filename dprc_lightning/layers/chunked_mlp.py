@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from dprc_lightning.errors import InvalidArgumentError
+from dprc_lightning.layers.instrumentation import ATTRIBUTE, active, instrumentation, parameter_in_use
 from dprc_lightning.layers.linear import linear_output
 from dprc_lightning.layers.parts import Parts
 from dprc_lightning.layers.rule import LayerRule, replaced_parameters
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import ATTRIBUTE, PassState, active, instrumentation, parameter_in_use
+from dprc_lightning.layers.tracking import PassState
 from dprc_lightning.sketch import BLOCK_ROWS
 
 FORMS: tuple[tuple[frozenset[str], str, str], ...] = (

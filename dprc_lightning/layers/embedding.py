@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dprc_lightning.errors import UnsupportedModuleError
+from dprc_lightning.layers.instrumentation import instrumentation
 from dprc_lightning.layers.recording import record
 from dprc_lightning.layers.rule import LayerRule
-from dprc_lightning.layers.tracking import instrumentation
 
 
 class EmbeddingRule(LayerRule):

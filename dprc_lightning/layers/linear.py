@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dprc_lightning.layers.instrumentation import ATTRIBUTE, active
 from dprc_lightning.layers.rule import LayerRule
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import ATTRIBUTE, PassState, active
+from dprc_lightning.layers.tracking import PassState
 
 
 class _Save(torch.autograd.Function):

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dprc_lightning.errors import LossShapeError, StepOrderError, UnsupportedModuleError
+from dprc_lightning.layers.instrumentation import ATTRIBUTE, active, parameter_in_use
 from dprc_lightning.layers.normed import HeadInput
 from dprc_lightning.layers.tracker import ParameterTracker, Uses, terms_of
-from dprc_lightning.layers.tracking import ATTRIBUTE, PassState, active, parameter_in_use
+from dprc_lightning.layers.tracking import PassState
 from dprc_lightning.layers.use import hand_over, interleaves, norms_of, wide_dtype
 from dprc_lightning.sketch import BLOCK_ROWS, Factors, weighted_sum
 

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dprc_lightning.layers.instrumentation import active, instrumentation, parameter_in_use
 from dprc_lightning.layers.normed import Normed, NormRecipe
 from dprc_lightning.layers.rule import LayerRule, detached_parameters, replaced_parameters
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import PassState, active, instrumentation, parameter_in_use
+from dprc_lightning.layers.tracking import PassState
 from dprc_lightning.layers.use import VectorUse
 
 PIECE = 2**22

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from dprc_lightning.errors import UnsupportedModuleError
+from dprc_lightning.layers.instrumentation import active, instrumentation, parameter_in_use
 from dprc_lightning.layers.tracker import ParameterTracker
-from dprc_lightning.layers.tracking import PassState, active, instrumentation, parameter_in_use
+from dprc_lightning.layers.tracking import PassState
 
 Gradient = Callable[..., Tensor | tuple[Tensor, Tensor]]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dprc_lightning.errors import UnsupportedModuleError
+from dprc_lightning.layers.instrumentation import instrumentation, parameter_in_use
 from dprc_lightning.layers.recording import record
 from dprc_lightning.layers.tracing import note_tracing
-from dprc_lightning.layers.tracking import instrumentation, parameter_in_use
 
 INSTRUMENTED = "_dprc_instrumented"
 """Marks the classes that `attach` puts in the place of others."""
