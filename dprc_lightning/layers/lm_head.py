@@ -261,7 +261,10 @@ def _weight_gradients(
     total = of_weight.uses.total if of_weight is not None and of_weight.uses is not None else None
     if total is None and of_weight is not None and interleaves(scales, of_weight.uses):
         total = weight.new_zeros(weight.shape, dtype=torch.float64)
-    total_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+    total_bias = of_bias.uses.total if of_bias is not None and of_bias.uses is not None else None
+    if total_bias is None and bias is not None and ctx.needs_input_grad[2]:
+        # As `VectorUse` has it: one that is used again is float64 until it is complete.
+        total_bias = torch.zeros_like(bias, dtype=wide if of_bias is None else torch.float64)
     nows: dict[str, list[Tensor]] = {name: [] for name in tracked}
     for i, gradient in enumerate(grad_losses.tolist()):
         # A record that is left out reaches no sum, also where its loss is infinite.
@@ -291,8 +294,9 @@ def _weight_gradients(
     if of_weight is not None and of_weight.uses is not None:
         of_weight.uses.total = total
         total = hand_over(of_weight.tracker, of_weight.uses)
-    if of_bias is not None and total_bias is not None:
-        total_bias = of_bias.tracker.produced(total_bias)
+    if of_bias is not None and of_bias.uses is not None:
+        of_bias.uses.total = total_bias
+        total_bias = hand_over(of_bias.tracker, of_bias.uses)
     return total, total_bias
 
 

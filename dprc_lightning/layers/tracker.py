@@ -34,11 +34,13 @@ def rounding_share(rows: Tensor, blocks: Tensor, *, may_flip: bool) -> Tensor:
     The floor F = 2 (m + blocks + 1) 2^-24 S is ADDED to the norm. What is added to the sum has norm at most f (||g|| +
     e), and f <= C / (n_hat + F), so it is at most C max(Z, e / F) with Z = ||g|| / n_hat of the accountant and e / F <=
     1/2; the rounding of n_hat itself is of the size of e and is paid by the other half. S, rows and blocks are the
-    record's own. P's kind adds nothing to it: random signs share one magnitude that is rounded up, so they make no norm
-    smaller (`dprc_lightning.sketch.RademacherMatrix`), and a product that is added up over P's row blocks has no longer
-    sums than a single one (measured, one token over 131072 rows of either kind: n_hat is off by 5 x 2^-24 at most). For
-    T positions with orthogonal terms of equal norm it adds sqrt(T) 2^-14 of the norm: 0.02 % at T = 128, 0.4 % at 4096,
-    3 % at 131072; where terms point the same way it adds next to nothing.
+    record's own, and so are the roundings that e counts: where terms of other records come in between, the sum is
+    float64 (`dprc_lightning.layers.use.interleaves`). P's kind adds nothing to it: random signs share one magnitude
+    that is rounded up, so they make no norm smaller (`dprc_lightning.sketch.RademacherMatrix`), and a product that is
+    added up over P's row blocks has no longer sums than a single one (measured, one token over 131072 rows of either
+    kind: n_hat is off by 5 x 2^-24 at most). For T positions with orthogonal terms of equal norm it adds sqrt(T) 2^-14
+    of the norm: 0.02 % at T = 128, 0.4 % at 4096, 3 % at 131072; where terms point the same way it adds next to
+    nothing.
 
     On a device whose kernels may add up in another order each time, layers in bfloat16 round single elements to the
     neighbouring number in one pass and not in the other, and the differences spread through the layers below. There the

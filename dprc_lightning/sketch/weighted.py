@@ -25,7 +25,8 @@ def weighted_sum(
     (`dprc_lightning.layers.tracker.rounding_share`); an embedding's rows are added in float64.
 
     A record's blocks are added one after the other, no other record's in between. Terms of several records are made
-    in one product only where each has a single row, so that none can cancel within its record.
+    in one product only where each has a single row, so that none can cancel within its record's rows here; in the
+    precision of ``total``, for they may cancel with what it holds.
 
     Args:
         use: Factors of any floating dtype; products are made in ``dtype``, and sums too unless ``total`` is wider.
@@ -53,7 +54,8 @@ def weighted_sum(
             return left.mT @ right
         total = use.right.new_empty(use.shape, dtype=dtype)
     if use.length == 1:
-        _add_product(total, *_weighted(use, kept, weights, dtype), 1.0)
+        # In the sum's own precision: the terms of several records meet in this product already.
+        _add_product(total, *_weighted(use, kept, weights, total.dtype), 1.0)
         return total
     for n, i in enumerate(kept):
         for start in range(0, use.length, BLOCK_ROWS):

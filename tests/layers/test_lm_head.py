@@ -63,6 +63,35 @@ def made(name):
     return model, token_batch(40)
 
 
+def twice_in_blocks(model, batch):
+    return in_blocks(model, batch) + 0.5 * in_blocks(model, batch, reduction="sum")
+
+
+def in_blocks_and_whole(model, batch):
+    return in_blocks(model, batch) + 0.5 * whole(model, batch)
+
+
+@pytest.mark.parametrize("losses_of", [twice_in_blocks, in_blocks_and_whole])
+@pytest.mark.parametrize("name", ["tied", "bias"])
+def test_a_head_that_is_used_twice(name, losses_of):
+    """As a preference loss uses it. Weight and bias get one gradient, of both uses."""
+    model, batch = made(name)
+    handle = attach(model, "exact", check_isolation=False)
+    handle.begin_step()
+    losses = losses_of(model, batch)
+    norms = handle.norms(losses)
+    handle.clipped_backward(losses, max_grad_norm=0.5, norms=norms)
+    ours = {n: p.grad for n, p in model.named_parameters()}
+    model, batch = made(name)
+    gradients = brute_force(Case(name, MODELS[name], lambda: {}, losses_of), model, batch)
+    # The floor of a norm grows with the uses that it adds up.
+    assert torch.allclose(norms.double(), brute_force_norms(gradients), rtol=1e-4)
+    expected = brute_force_clipped_sum(gradients, 0.5)
+    scale = max(float(total.abs().max()) for total in expected.values())
+    for key, total in expected.items():
+        assert float((ours[key] - total).abs().max()) < 1e-4 * scale, key
+
+
 class TestFinalNorm:
     """Its output is not kept: the head makes it anew from the norm's input."""
 
