@@ -29,7 +29,8 @@ def weighted_sum(
     precision of ``total``, for they may cancel with what it holds.
 
     Args:
-        use: Factors of any floating dtype; products are made in ``dtype``, and sums too unless ``total`` is wider.
+        use: Factors of any floating dtype; products are made in ``dtype``, and sums too unless ``total`` is wider: then
+            sums are made in its dtype, and of records of a single row the products too.
         weights: One per record, finite.
         dtype: float32 or float64.
         total: [n0, n1], ``dtype`` or wider, to which the sum is added in place: of other uses, or of the tokens before.
